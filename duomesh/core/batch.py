@@ -1,0 +1,66 @@
+"""What a step is fed: a batch of token ids with everything that the objective needs, as host arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from duomesh.core.arrays import Array
+from duomesh.core.errors import DataError
+
+__all__ = ["IGNORE", "Batch", "num_targets"]
+
+IGNORE = -100  # a label that is no target: zero loss, zero gradient, not counted
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one micro-batch. B samples, S tokens each.
+
+    Attributes:
+        tokens: [B, S] int32 ids.
+        labels: [B, S] int32, already shifted: labels[b, s] is the token after tokens[b, s], or IGNORE.
+        loss_mask: [B, S] float32 weight of each target; None for ones.
+        positions: [B, S] int32 rotary positions; None for 0..S-1.
+        segment_ids: [B, S] int32; a token attends within its own id only. None for one segment.
+    """
+
+    tokens: Array
+    labels: Array
+    loss_mask: Array | None = None
+    positions: Array | None = None
+    segment_ids: Array | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("labels", "loss_mask", "positions", "segment_ids"):
+            array = getattr(self, name)
+            if array is not None and array.shape != self.tokens.shape:
+                raise DataError(f"batch {name} has shape {array.shape}, tokens have {self.tokens.shape}.")
+
+    @property
+    def weights(self) -> Array:
+        """[B, S] float32 weight of each target, 0 where the label is IGNORE."""
+        valid = (self.labels != IGNORE).astype(np.float32)
+        return valid if self.loss_mask is None else valid * self.loss_mask.astype(np.float32)
+
+    @property
+    def resolved_positions(self) -> Array:
+        """[B, S] int32 positions, the default filled in."""
+        if self.positions is not None:
+            return self.positions.astype(np.int32)
+        return np.broadcast_to(np.arange(self.tokens.shape[1], dtype=np.int32), self.tokens.shape)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises DataError for an id that no row of the embedding stands for."""
+        ids = [self.tokens, self.labels[self.labels != IGNORE]]
+        low = min((int(a.min()) for a in ids if a.size), default=0)
+        high = max((int(a.max()) for a in ids if a.size), default=0)
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise DataError(f"token id {bad} is outside the model's vocabulary of {vocab_size} rows.")
+
+
+def num_targets(batches: list[Batch]) -> float:
+    """The objective's denominator: the weight of all targets of a **whole step** (design.md section 7)."""
+    return float(sum(batch.weights.sum(dtype=np.float64) for batch in batches))

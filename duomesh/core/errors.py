@@ -1,0 +1,53 @@
+"""The errors that a user can cause. Each message says what was given, what is needed and what to do.
+
+The command line prints the message of any `DuomeshError` as one sentence and exits with code 2.
+Broken invariants of our own are `assert`s, never one of these.
+"""
+
+__all__ = [
+    "BackendError",
+    "CheckpointError",
+    "ConfigError",
+    "ConversionError",
+    "DataError",
+    "DuomeshError",
+    "OutputError",
+    "SpecError",
+    "TensorFileError",
+]
+
+
+class DuomeshError(Exception):
+    """Base of every error that the user can act on."""
+
+
+class SpecError(DuomeshError):
+    """A model description is inconsistent or cannot be represented."""
+
+
+class ConfigError(DuomeshError):
+    """A run configuration or a command-line value is wrong."""
+
+
+class BackendError(DuomeshError):
+    """A backend is missing, or cannot do what was asked of it."""
+
+
+class ConversionError(DuomeshError):
+    """A foreign checkpoint cannot be represented exactly."""
+
+
+class TensorFileError(DuomeshError):
+    """A safetensors file or its index is missing, truncated, malformed or inconsistent."""
+
+
+class CheckpointError(DuomeshError):
+    """A neutral checkpoint is missing, incomplete or does not fit the run."""
+
+
+class DataError(DuomeshError):
+    """Training text or tokens are missing or unusable."""
+
+
+class OutputError(DuomeshError):
+    """An output cannot be written where the user asked."""

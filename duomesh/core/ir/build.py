@@ -1,0 +1,218 @@
+"""Spec -> programs: the one place where a model's structure is written down."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from duomesh.core.ir.program import ModelProgram, Program, ProgramBuilder
+from duomesh.core.ir.values import Axis, Init, Param, Value
+from duomesh.core.rope import attention_factor, inverse_frequencies
+from duomesh.core.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec
+
+__all__ = ["build_program"]
+
+BATCH, SEQ = Axis("batch"), Axis("seq")
+
+
+@lru_cache(maxsize=64)
+def build_program(spec: ModelSpec) -> ModelProgram:
+    """Expands a model once. Equal blocks share one program."""
+    kinds = tuple(dict.fromkeys(spec.blocks))
+    ropes = _ropes(spec)
+    return ModelProgram(
+        spec=spec,
+        embed=_embed(spec, ropes),
+        blocks=tuple(_Block(spec, block, ropes, i).build() for i, block in enumerate(kinds)),
+        layers=tuple(kinds.index(block) for block in spec.blocks),
+        head=_head(spec),
+        loss=_loss(spec),
+        aliases={"head.weight": "embed.weight"} if spec.tie_embeddings else {},
+    )
+
+
+def _ropes(spec: ModelSpec) -> tuple[RopeSpec, ...]:
+    """Distinct rotary tables of the model, in order of first use."""
+    return tuple(dict.fromkeys(b.attention.rope for b in spec.blocks if b.attention.rope is not None))
+
+
+def _stream(spec: ModelSpec) -> Value:
+    return Value("x", (BATCH, SEQ, Axis("embed", spec.hidden_size)))
+
+
+def _table(rope: RopeSpec, index: int) -> tuple[Value, Value]:
+    axes = (BATCH, SEQ, Axis("rotary", rope.rotary_dim // 2))
+    return Value(f"rope{index}.cos", axes, "wide"), Value(f"rope{index}.sin", axes, "wide")
+
+
+def _embed(spec: ModelSpec, ropes: tuple[RopeSpec, ...]) -> Program:
+    b = ProgramBuilder("embed")
+    tokens = b.input(Value("tokens", (BATCH, SEQ), "int"))
+    positions = b.input(Value("positions", (BATCH, SEQ), "int")) if ropes else None
+    vocab, embed = Axis("vocab", spec.vocab_size), Axis("embed", spec.hidden_size)
+    weight = b.param("weight", ((vocab,), (embed,)), Init("normal", spec.init_std))
+    (x,) = b.op("embedding", "lookup", [tokens], [weight])
+    if spec.embedding_scale is not None:
+        (x,) = b.op("scale", "scale", [x], factor=spec.embedding_scale)
+    outputs = {"x": x}
+    for i, rope in enumerate(ropes):
+        rotary = Axis("rotary", rope.rotary_dim // 2)
+        frequencies = [float(f) for f in inverse_frequencies(rope)]
+        inv_freq = b.constant(f"rope{i}.inv_freq", frequencies, (rotary,))
+        names = tuple(v.name for v in _table(rope, i))
+        factor = attention_factor(rope)
+        cos, sin = b.op("rope_table", f"rope{i}", [positions, inv_freq], (), names, attention_factor=factor)
+        outputs |= {cos.name: cos, sin.name: sin}
+    return b.build(outputs)
+
+
+def _norm(b: ProgramBuilder, name: str, x: Value, norm: NormSpec) -> Value:
+    """A norm over x's last axis; freshly drawn gains are 1 whatever the stored offset."""
+    axis = x.axes[-1]
+    weight = b.param(f"{name}.weight", ((axis,),), Init("fill", 1.0 - norm.weight_offset))
+    bias = b.param(f"{name}.bias", ((axis,),), Init("fill", 0.0)) if norm.has_bias else None
+    (out,) = b.op(
+        "norm",
+        name,
+        [x],
+        [weight, bias],
+        centered=norm.kind == "layer",
+        eps=norm.eps,
+        weight_offset=norm.weight_offset,
+        cast=norm.cast,
+    )
+    return out
+
+
+def _linear(
+    b: ProgramBuilder,
+    name: str,
+    x: Value,
+    parts: list[tuple[str, tuple[Axis, ...], bool]],
+    in_dims: int,
+    std: float,
+) -> tuple[Value, ...]:
+    """One packed linear; `parts` are (canonical name, output axes, has a bias)."""
+    contract = x.axes[len(x.axes) - in_dims :]
+    weights: list[Param | None] = []
+    biases: list[Param | None] = []
+    for part, out, has_bias in parts:
+        weights.append(b.param(f"{part}.weight", (out, contract), Init("normal", std)))
+        biases.append(b.param(f"{part}.bias", (out,), Init("fill", 0.0)) if has_bias else None)
+    return b.op(
+        "linear",
+        name,
+        [x],
+        [*weights, *biases],
+        [part for part, _, _ in parts],
+        outs=tuple(tuple(a.size for a in out) for _, out, _ in parts),
+        biased=tuple(has_bias for _, _, has_bias in parts),
+        in_dims=in_dims,
+    )
+
+
+class _Block:
+    """Builds one block program."""
+
+    def __init__(self, spec: ModelSpec, block: BlockSpec, ropes: tuple[RopeSpec, ...], index: int) -> None:
+        self._spec, self._block, self._ropes = spec, block, ropes
+        self._b = ProgramBuilder(f"block{index}")
+        layers_std = spec.init_std / (2 * spec.num_layers) ** 0.5
+        self._out_std = layers_std if spec.init_scaled_output else spec.init_std
+
+    def build(self) -> Program:
+        b, block = self._b, self._block
+        x = b.input(_stream(self._spec))
+        tables: tuple[Value, Value] | None = None
+        if block.attention.rope is not None:
+            cos, sin = _table(block.attention.rope, self._ropes.index(block.attention.rope))
+            tables = b.input(cos), b.input(sin)
+        segment_ids = b.input(Value("segment_ids", (BATCH, SEQ), "int"))
+
+        h = x if block.attention_norm is None else _norm(b, "attention_norm", x, block.attention_norm)
+        h = self._attention(h, tables, segment_ids, block.attention)
+        if block.attention_post_norm is not None:
+            h = _norm(b, "attention_post_norm", h, block.attention_post_norm)
+        (x,) = b.op("add", "attention_residual", [x, h])
+
+        h = x if block.mlp_norm is None else _norm(b, "mlp_norm", x, block.mlp_norm)
+        h = self._mlp(h, block.mlp)
+        if block.mlp_post_norm is not None:
+            h = _norm(b, "mlp_post_norm", h, block.mlp_post_norm)
+        (x,) = b.op("add", "mlp_residual", [x, h])
+        return b.build({"x": x})
+
+    def _attention(
+        self, h: Value, tables: tuple[Value, Value] | None, segment_ids: Value, spec: AttentionSpec
+    ) -> Value:
+        b = self._b
+        kv = (Axis("kv_heads", spec.num_kv_heads), Axis("head_dim", spec.head_dim))
+        heads = (kv[0], Axis("q_per_kv", spec.q_per_kv), kv[1])
+        q, k, v = _linear(
+            b,
+            "attention.qkv",
+            h,
+            [
+                ("attention.q", heads, spec.q_bias),
+                ("attention.k", kv, spec.k_bias),
+                ("attention.v", kv, spec.v_bias),
+            ],
+            in_dims=1,
+            std=self._spec.init_std,
+        )
+        if spec.qk_norm is not None:
+            q = _norm(b, "attention.q_norm", q, spec.qk_norm)
+            k = _norm(b, "attention.k_norm", k, spec.qk_norm)
+        if tables is not None and spec.rope is not None:
+            attrs = {"pairing": spec.rope.pairing, "compute": spec.rope.compute}
+            (q,) = b.op("rope", "attention.q_rope", [q, *tables], **attrs)
+            (k,) = b.op("rope", "attention.k_rope", [k, *tables], **attrs)
+        (h,) = b.op(
+            "attention",
+            "attention.core",
+            [q, k, v, segment_ids],
+            scale=spec.softmax_scale,
+            window=spec.window,
+            softcap=spec.softcap,
+        )
+        embed = (Axis("embed", self._spec.hidden_size),)
+        (h,) = _linear(
+            b, "attention.o", h, [("attention.o", embed, spec.o_bias)], in_dims=3, std=self._out_std
+        )
+        return h
+
+    def _mlp(self, h: Value, spec: MlpSpec) -> Value:
+        b = self._b
+        ffn, embed = (Axis("ffn", spec.ffn_size),), (Axis("embed", self._spec.hidden_size),)
+        std = self._spec.init_std
+        if spec.is_gated:
+            parts = [("mlp.gate", ffn, spec.up_bias), ("mlp.up", ffn, spec.up_bias)]
+            gate, up = _linear(b, "mlp.gate_up", h, parts, in_dims=1, std=std)
+            (h,) = b.op("glu", "mlp.glu", [gate, up], activation=spec.activation)
+        else:
+            (up,) = _linear(b, "mlp.up", h, [("mlp.up", ffn, spec.up_bias)], in_dims=1, std=std)
+            (h,) = b.op("activation", "mlp.activation", [up], activation=spec.activation)
+        (h,) = _linear(b, "mlp.down", h, [("mlp.down", embed, spec.down_bias)], in_dims=1, std=self._out_std)
+        return h
+
+
+def _head(spec: ModelSpec) -> Program:
+    b = ProgramBuilder("head")
+    x = b.input(_stream(spec))
+    h = _norm(b, "norm", x, spec.final_norm)
+    vocab = Axis("vocab", spec.vocab_size)
+    weight = b.param("weight", ((vocab,), (h.axes[-1],)), Init("normal", spec.init_std))
+    outs = ((spec.vocab_size,),)
+    (logits,) = b.op("linear", "logits", [h], [weight, None], outs=outs, biased=(False,), in_dims=1)
+    if spec.logit_softcap is not None:
+        (logits,) = b.op("softcap", "capped_logits", [logits], cap=spec.logit_softcap)
+    return b.build({"logits": logits})
+
+
+def _loss(spec: ModelSpec) -> Program:
+    b = ProgramBuilder("loss")
+    logits = b.input(Value("logits", (BATCH, SEQ, Axis("vocab", spec.vocab_size))))
+    labels = b.input(Value("labels", (BATCH, SEQ), "int"))
+    mask = b.input(Value("loss_mask", (BATCH, SEQ), "wide"))
+    (token_loss,) = b.op("cross_entropy", "token_loss", [logits, labels])
+    (loss_sum,) = b.op("masked_sum", "loss_sum", [token_loss, mask])
+    return b.build({"loss_sum": loss_sum})

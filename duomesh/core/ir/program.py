@@ -1,0 +1,200 @@
+"""Programs: straight-line lists of ops, the builder that makes them, and the walker that runs them.
+
+A `ModelProgram` is a few programs (`embed`, one per distinct block, `head`, `loss`) that hand values to each
+other by name: `tokens, positions -> x, rope tables`; `x, rope tables -> x` for every layer; `x -> logits`;
+`logits, labels, loss_mask -> loss_sum`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from duomesh.core.errors import SpecError
+from duomesh.core.ir.ops import KINDS
+from duomesh.core.ir.storage import Slot, slots_of
+from duomesh.core.ir.values import Attr, Axes, Constant, Init, Op, Param, Value
+from duomesh.core.spec.model import ModelSpec
+
+__all__ = ["ModelProgram", "Program", "ProgramBuilder", "run"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Ops in order. Names of values and parameters are local to the program.
+
+    outputs: pairs (name the outside sees, name of the value inside).
+    """
+
+    name: str
+    inputs: tuple[Value, ...]
+    constants: tuple[Constant, ...]
+    params: tuple[Param, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[tuple[str, str], ...]
+    values: Mapping[str, Value] = field(repr=False)
+
+    @cached_property
+    def slots(self) -> Mapping[str, Slot]:
+        """Storage tensors by name: a packed linear's weights are one."""
+        return {slot.name: slot for op in self.ops for slot in slots_of(op, self.param_by_name) if slot}
+
+    @cached_property
+    def param_by_name(self) -> Mapping[str, Param]:
+        return {param.name: param for param in self.params}
+
+    @cached_property
+    def calls(self) -> tuple[tuple[Op, tuple[str | None, ...]], ...]:
+        """Each op with the names of the storage tensors that its function takes."""
+        return tuple((op, tuple(s and s.name for s in slots_of(op, self.param_by_name))) for op in self.ops)
+
+
+@dataclass(frozen=True)
+class ModelProgram:
+    """A whole model.
+
+    blocks: the distinct block programs. layers: for each layer the index of its program.
+    aliases: parameters that are another one under a second name (a tied head).
+    """
+
+    spec: ModelSpec
+    embed: Program
+    blocks: tuple[Program, ...]
+    layers: tuple[int, ...]
+    head: Program
+    loss: Program
+    aliases: Mapping[str, str]
+
+    @property
+    def steps(self) -> tuple[tuple[str, Program], ...]:
+        """(prefix, program) of every application in order. A prefix is what local names become global with."""
+        layers = tuple((f"layers.{i}.", self.blocks[kind]) for i, kind in enumerate(self.layers))
+        return (("embed.", self.embed), *layers, ("head.", self.head), ("loss.", self.loss))
+
+    @cached_property
+    def params(self) -> Mapping[str, Param]:
+        """Every distinct parameter by canonical name, in the order of `steps`; tied ones once."""
+        out: dict[str, Param] = {}
+        for prefix, program in self.steps:
+            for param in program.params:
+                name = prefix + param.name
+                if name not in self.aliases:
+                    out[name] = Param(name, param.groups, param.init)
+        return out
+
+    @property
+    def num_params(self) -> int:
+        return sum(param.size for param in self.params.values())
+
+
+class ProgramBuilder:
+    """Appends ops to a program under construction; every mistake is found here, by name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._inputs: list[Value] = []
+        self._constants: list[Constant] = []
+        self._params: dict[str, Param] = {}
+        self._ops: list[Op] = []
+        self._values: dict[str, Value] = {}
+
+    def _define(self, value: Value) -> Value:
+        if value.name in self._values:
+            raise SpecError(f"program {self._name}: value {value.name} is defined twice.")
+        self._values[value.name] = value
+        return value
+
+    def input(self, value: Value) -> Value:
+        self._inputs.append(value)
+        return self._define(value)
+
+    def constant(self, name: str, data: Sequence[float], axes: Axes) -> Value:
+        self._constants.append(Constant(name, tuple(data)))
+        return self._define(Value(name, axes, "wide"))
+
+    def param(self, name: str, groups: tuple[Axes, ...], init: Init) -> Param:
+        assert name not in self._params, name
+        self._params[name] = Param(name, groups, init)
+        return self._params[name]
+
+    def op(
+        self,
+        kind: str,
+        name: str,
+        inputs: Sequence[Value | None],
+        params: Sequence[Param | None] = (),
+        outputs: Sequence[str] = (),
+        **attrs: Attr,
+    ) -> tuple[Value, ...]:
+        """Appends an op. Outputs are named after the op unless names are given."""
+        signature = KINDS[kind]
+        if set(attrs) != set(signature.attrs):
+            raise SpecError(f"op {name}: {kind} takes attributes {signature.attrs}, got {tuple(attrs)}.")
+        try:
+            inferred = signature.infer(inputs, params, attrs)
+        except SpecError as error:
+            raise SpecError(f"program {self._name}, op {name}: {error}") from None
+        names = tuple(outputs) or (name,)
+        self._ops.append(
+            Op(
+                kind=kind,
+                name=name,
+                inputs=tuple(v and v.name for v in inputs),
+                params=tuple(p and p.name for p in params),
+                outputs=names,
+                attrs=tuple(attrs.items()),
+                signature=inferred.signature,
+            )
+        )
+        made = zip(names, inferred.outputs, strict=True)
+        return tuple(self._define(Value(n, axes, dtype)) for n, (axes, dtype) in made)
+
+    def build(self, outputs: Mapping[str, Value]) -> Program:
+        return Program(
+            name=self._name,
+            inputs=tuple(self._inputs),
+            constants=tuple(self._constants),
+            params=tuple(self._params.values()),
+            ops=tuple(self._ops),
+            outputs=tuple((name, value.name) for name, value in outputs.items()),
+            values=dict(self._values),
+        )
+
+
+def run(
+    program: Program,
+    functions: Mapping[str, Callable[..., Any]],
+    inputs: Mapping[str, Any],
+    weights: Mapping[str, Any],
+    record: MutableMapping[str, Any] | None = None,
+    scope: Callable[[str], Any] | None = None,
+) -> dict[str, Any]:
+    """Walks a program with one backend's functions.
+
+    Args:
+        functions: op kind -> function.
+        inputs: the program's inputs and constants by name; an optional input may be None.
+        weights: storage tensors by local name.
+        record: receives every op output under its local name.
+        scope: context manager made from an op's name, entered around it (profilers, traces).
+
+    Returns:
+        The program's outputs by their outside names.
+    """
+    env: dict[str | None, Any] = {None: None, **{v.name: inputs[v.name] for v in program.inputs}}
+    env.update({c.name: inputs[c.name] for c in program.constants})
+    for op, slots in program.calls:
+        arguments = [env[name] for name in op.inputs]
+        arguments += [None if slot is None else weights[slot] for slot in slots]
+        if scope is None:
+            result = functions[op.kind](*arguments, **op.kwargs)
+        else:
+            with scope(op.name):
+                result = functions[op.kind](*arguments, **op.kwargs)
+        made = result if isinstance(result, tuple) else (result,)
+        env.update(zip(op.outputs, made, strict=True))
+        if record is not None:
+            record.update(zip(op.outputs, made, strict=True))
+    return {name: env[value] for name, value in program.outputs}

@@ -1,0 +1,106 @@
+"""The one protocol through which a backend is driven, by training, verification and generation alike.
+
+A session holds a lowered model, its parameters and optimizer state. Everything that crosses it is a host array
+under a canonical name, so nothing above it knows which backend it talks to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from duomesh.core.arrays import Array
+from duomesh.core.batch import Batch
+from duomesh.core.ir.program import ModelProgram
+
+__all__ = ["STATE_GROUPS", "AdamW", "ComputeDType", "Session", "StepResult", "Trace"]
+
+ComputeDType = Literal["float32", "bfloat16", "float64"]
+
+# What optimizer state consists of, beside the step count. `master` is the fp32 (float64 in a float64 run) weight
+# that compute weights are rounded from.
+STATE_GROUPS = ("master", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """Decoupled weight decay Adam (arXiv:1711.05101, algorithm 2), decay on matrices only.
+
+    m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2
+    w = w - lr (m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps) + weight_decay w)
+
+    max_grad_norm: gradients are scaled by min(1, max_grad_norm / norm) of the global 2-norm; None for no clipping.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float | None = 1.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """loss: the step's objective before the update. grad_norm: global norm before clipping.
+    num_targets: the objective's denominator. is_skipped: no valid target, or a gradient that is not finite."""
+
+    loss: float
+    grad_norm: float
+    num_targets: float
+    is_skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Everything that one forward and backward pass made, for comparison.
+
+    values: op outputs by global name ("layers.0.attention.q"), in order of execution.
+    loss: the mean loss over targets. grads: by canonical name; empty if not asked for.
+    """
+
+    values: Mapping[str, Array]
+    loss: float
+    grads: Mapping[str, Array]
+
+
+class Session(Protocol):
+    """A lowered model on one backend."""
+
+    program: ModelProgram
+    compute_dtype: ComputeDType
+
+    def load_params(self, params: Iterable[tuple[str, Array]]) -> None:
+        """Sets every parameter by canonical name; names missing or unknown raise BackendError. Resets the optimizer."""
+
+    def params(self) -> Iterator[tuple[str, Array]]:
+        """Parameters in the compute dtype, in the program's order."""
+
+    def trace(self, batch: Batch, *, grads: bool) -> Trace:
+        """One pass that keeps every op's output."""
+
+    def loss_and_grads(self, batches: Sequence[Batch]) -> tuple[float, dict[str, Array]]:
+        """The objective over all batches as one step, and its gradients by canonical name."""
+
+    def init_optimizer(self, config: AdamW) -> None:
+        """Fresh optimizer state for the current parameters."""
+
+    def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        """One optimizer step over the micro-batches; the objective's denominator is that of all of them."""
+
+    def eval_loss(self, batch: Batch) -> tuple[float, float]:
+        """(sum of weighted target losses, sum of weights)."""
+
+    def logits(self, tokens: Array) -> Array:
+        """[B, S] ids -> [B, S, V] logits, float32 or float64."""
+
+    def optimizer_step_count(self) -> int:
+        """Updates made since `init_optimizer`, restored ones included."""
+
+    def optimizer_state(self) -> Iterator[tuple[str, str, Array]]:
+        """(group of STATE_GROUPS, canonical name, array)."""
+
+    def load_optimizer_state(
+        self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Array]]
+    ) -> None:
+        """Replaces optimizer state and, from `master`, the parameters. Incomplete state raises BackendError."""

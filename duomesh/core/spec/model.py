@@ -1,0 +1,274 @@
+"""What a model is: a frozen, hashable tree of numbers and conventions, without any architecture's name.
+
+Every convention that checkpoints of different families disagree on is a field here and never a default
+inside a backend: the rotary pairing, where a norm rounds, whether a window counts the current token.
+
+A `ModelSpec` is checked when it is constructed; a spec that exists is one that can be built.
+Not here: sizes of a batch, parallel layouts, optimizer settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from duomesh.core.errors import SpecError
+
+__all__ = [
+    "ACTIVATIONS",
+    "Activation",
+    "AttentionSpec",
+    "BlockSpec",
+    "LinearScaling",
+    "Llama3Scaling",
+    "MlpSpec",
+    "ModelSpec",
+    "NormSpec",
+    "RopeScaling",
+    "RopeSpec",
+    "YarnScaling",
+]
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh"]
+ACTIVATIONS: tuple[str, ...] = Activation.__args__  # type: ignore[attr-defined]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise SpecError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """A norm over the last dim; statistics are always taken in at least fp32.
+
+    rms:   y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight)
+    layer: y = (x - mean(x)) / sqrt(var(x) + eps) * (weight_offset + weight) + bias
+
+    Attributes:
+        weight_offset: added to the stored weight in fp32; 1.0 where a checkpoint stores the gain minus one.
+        has_bias: whether a bias is stored.
+        cast: "before_weight" rounds the normed value to the activation dtype and multiplies there
+            (LLaMA, Mistral, Qwen); "after_weight" multiplies in fp32 and rounds once (OLMo 2, Gemma).
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float
+    weight_offset: float = 0.0
+    has_bias: bool = False
+    cast: Literal["before_weight", "after_weight"] = "before_weight"
+
+    def __post_init__(self) -> None:
+        _require(self.eps > 0, f"norm eps is {self.eps}; it must be positive.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Every rotary frequency divided by `factor` (position interpolation, arXiv:2306.15595)."""
+
+    factor: float
+    kind: Literal["linear"] = "linear"
+
+    def __post_init__(self) -> None:
+        _require(self.factor > 0, f"rope scaling factor is {self.factor}; it must be positive.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Low frequencies divided by `factor`, high ones kept, a linear blend between (LLaMA 3.1 model code)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+    kind: Literal["llama3"] = "llama3"
+
+    def __post_init__(self) -> None:
+        _require(self.factor > 0, f"rope scaling factor is {self.factor}; it must be positive.")
+        _require(
+            self.high_freq_factor > self.low_freq_factor > 0,
+            f"llama3 rope scaling needs 0 < low_freq_factor ({self.low_freq_factor}) "
+            f"< high_freq_factor ({self.high_freq_factor}).",
+        )
+        _require(self.original_max_positions > 0, "llama3 rope scaling needs original_max_positions > 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """NTK-by-parts interpolation and a temperature on cos and sin (YaRN, arXiv:2309.00071, section 3).
+
+    `attention_factor` multiplies cos and sin; None derives it from `factor`, or from `mscale` and
+    `mscale_all_dim` where both are given. `truncate` rounds the two correction dims outwards to integers.
+    """
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    kind: Literal["yarn"] = "yarn"
+
+    def __post_init__(self) -> None:
+        _require(self.factor > 0, f"rope scaling factor is {self.factor}; it must be positive.")
+        _require(self.original_max_positions > 0, "yarn rope scaling needs original_max_positions > 0.")
+        _require(
+            self.beta_fast > self.beta_slow > 0,
+            f"yarn needs beta_fast ({self.beta_fast}) > beta_slow ({self.beta_slow}) > 0.",
+        )
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """Rotary position embedding (RoFormer, arXiv:2104.09864) on the first `rotary_dim` channels of a head.
+
+    Attributes:
+        pairing: "half" rotates channels (j, j + rotary_dim/2); "interleaved" rotates (2j, 2j+1).
+        compute: "activation" rounds cos and sin to the activation dtype and rotates there (LLaMA, Mistral,
+            Qwen); "fp32" rotates in fp32 and rounds once. Angles are fp32 or wider in both.
+    """
+
+    base: float
+    rotary_dim: int
+    pairing: Literal["half", "interleaved"] = "half"
+    scaling: RopeScaling | None = None
+    compute: Literal["activation", "fp32"] = "activation"
+
+    def __post_init__(self) -> None:
+        _require(self.base > 1, f"rope base is {self.base}; it must be greater than 1.")
+        _require(
+            self.rotary_dim > 0 and self.rotary_dim % 2 == 0,
+            f"rotary_dim is {self.rotary_dim}; it must be a positive even number.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query causal attention (arXiv:2305.13245); query head h reads kv head h // (num_heads / num_kv_heads).
+
+    scores = softcap(scale * q k^T), then the mask, then softmax in at least fp32.
+
+    Attributes:
+        scale: multiplies q k^T; None means head_dim ** -0.5.
+        softcap: c in c * tanh(scores / c), applied before the mask; None for no cap.
+        window: number of keys a query sees, **its own position included**; None for all earlier ones.
+        qk_norm: norm of every head of q and of k over head_dim, with one weight of length head_dim each,
+            applied before the rotation; None for none.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec | None
+    q_bias: bool = False
+    k_bias: bool = False
+    v_bias: bool = False
+    o_bias: bool = False
+    qk_norm: NormSpec | None = None
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be positive.")
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
+            "every kv head must serve the same number of query heads.",
+        )
+        if self.rope is not None:
+            _require(
+                self.rope.rotary_dim <= self.head_dim,
+                f"rotary_dim={self.rope.rotary_dim} is larger than head_dim={self.head_dim}.",
+            )
+        if self.window is not None:
+            _require(
+                self.window >= 1, f"window is {self.window}; it counts the current token, so at least 1."
+            )
+        if self.softcap is not None:
+            _require(self.softcap > 0, f"attention softcap is {self.softcap}; it must be positive.")
+
+    @property
+    def q_per_kv(self) -> int:
+        """Query heads per kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def softmax_scale(self) -> float:
+        """The number that multiplies q k^T."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpSpec:
+    """down(activation(gate(x)) * up(x)) if gated, else down(activation(up(x)))."""
+
+    ffn_size: int
+    activation: Activation
+    is_gated: bool
+    up_bias: bool = False
+    down_bias: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.ffn_size > 0, f"ffn_size is {self.ffn_size}; it must be positive.")
+        _require(
+            self.activation in ACTIVATIONS,
+            f"activation {self.activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpec:
+    """One layer: x += post(attention(pre(x))); x += post(mlp(pre(x))). A norm that is None is left out."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+    attention_norm: NormSpec | None
+    mlp_norm: NormSpec | None
+    attention_post_norm: NormSpec | None = None
+    mlp_post_norm: NormSpec | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only language model.
+
+    Attributes:
+        vocab_size: the true number of rows of the embedding; padding belongs to a layout, not to a model.
+        blocks: one entry per layer; equal entries share one program.
+        tie_embeddings: whether the head uses the embedding's weight.
+        embedding_scale: multiplies the embedding's output after being rounded to the activation dtype.
+        logit_softcap: c in c * tanh(logits / c); None for no cap.
+        max_positions: context length that the model was made for; nothing here depends on it.
+        init_std: standard deviation of freshly drawn matrices.
+        init_scaled_output: divide the std of attention.o and mlp.down by sqrt(2 * number of layers).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    blocks: tuple[BlockSpec, ...]
+    final_norm: NormSpec
+    tie_embeddings: bool
+    max_positions: int
+    embedding_scale: float | None = None
+    logit_softcap: float | None = None
+    init_std: float = 0.02
+    init_scaled_output: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "max_positions"):
+            _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be positive.")
+        _require(len(self.blocks) > 0, "a model needs at least one block.")
+        _require(self.init_std > 0, f"init_std is {self.init_std}; it must be positive.")
+        if self.logit_softcap is not None:
+            _require(self.logit_softcap > 0, f"logit_softcap is {self.logit_softcap}; it must be positive.")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.blocks)

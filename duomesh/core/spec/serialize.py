@@ -1,0 +1,50 @@
+"""A `ModelSpec` as JSON. Equal blocks are written once and layers refer to them by index."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from duomesh.core.errors import SpecError
+from duomesh.core.spec.codec import decode, encode
+from duomesh.core.spec.model import BlockSpec, ModelSpec
+
+__all__ = ["spec_from_dict", "spec_from_json", "spec_to_dict", "spec_to_json"]
+
+
+def spec_to_dict(spec: ModelSpec) -> dict[str, Any]:
+    """JSON values; `blocks` becomes `block_kinds` (distinct blocks) and `layers` (an index for each layer)."""
+    kinds = list(dict.fromkeys(spec.blocks))
+    out: dict[str, Any] = encode(spec)
+    out["block_kinds"] = [encode(kind) for kind in kinds]
+    out["layers"] = [kinds.index(block) for block in spec.blocks]
+    del out["blocks"]
+    return out
+
+
+def spec_from_dict(data: Any) -> ModelSpec:
+    """The inverse of `spec_to_dict`. Raises SpecError with the path of the first field that does not fit."""
+    if not isinstance(data, dict):
+        raise SpecError(f"a model spec must be a table of fields, not {type(data).__name__}.")
+    rest = dict(data)
+    kinds, layers = rest.pop("block_kinds", None), rest.pop("layers", None)
+    if not isinstance(kinds, list) or not isinstance(layers, list):
+        raise SpecError("a model spec needs the lists 'block_kinds' and 'layers'.")
+    blocks = [decode(BlockSpec, kind, path=f"block_kinds[{i}]") for i, kind in enumerate(kinds)]
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, int) or not 0 <= layer < len(blocks):
+            raise SpecError(f"layers[{i}] is {layer!r}; it must index one of the {len(blocks)} block_kinds.")
+    spec: dict[str, Any] = {**rest, "blocks": [encode(blocks[layer]) for layer in layers]}
+    return decode(ModelSpec, spec)
+
+
+def spec_to_json(spec: ModelSpec) -> str:
+    return json.dumps(spec_to_dict(spec), indent=2)
+
+
+def spec_from_json(text: str) -> ModelSpec:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SpecError(f"the model spec is not valid JSON: {error}.") from None
+    return spec_from_dict(data)

@@ -42,7 +42,7 @@ class Batch:
     def weights(self) -> Array:
         """[B, S] float32 weight of each target, 0 where the label is IGNORE."""
         valid = (self.labels != IGNORE).astype(np.float32)
-        return valid if self.loss_mask is None else valid * self.loss_mask.astype(np.float32)
+        return valid if self.loss_mask is None else np.asarray(valid * self.loss_mask, np.float32)
 
     @property
     def resolved_positions(self) -> Array:

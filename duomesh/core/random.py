@@ -89,7 +89,7 @@ def _rational(x: Float, coefficients: tuple[tuple[float, ...], tuple[float, ...]
     top, bottom = (np.full_like(x, c[0]) for c in coefficients)
     for a, b in zip(coefficients[0][1:], coefficients[1][1:], strict=True):
         top, bottom = top * x + a, bottom * x + b
-    return top / bottom
+    return np.asarray(top / bottom)
 
 
 def _log(x: Float) -> Float:
@@ -101,7 +101,7 @@ def _log(x: Float) -> Float:
     square, series = s * s, np.zeros_like(s)
     for power in range(23, 0, -2):
         series = series * square + 1.0 / power
-    return 2 * s * series + exponent * 0.6931471805599453
+    return np.asarray(2 * s * series + exponent * 0.6931471805599453)
 
 
 def _normal_quantile(p: Float) -> Float:

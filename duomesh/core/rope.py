@@ -52,7 +52,7 @@ def _llama3(plain: npt.NDArray[np.float64], scaling: Llama3Scaling) -> npt.NDArr
     turns = scaling.original_max_positions * plain / (2 * math.pi)  # full turns within the original context
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = np.clip(keep, 0.0, 1.0)
-    return (1 - keep) * plain / scaling.factor + keep * plain
+    return np.asarray((1 - keep) * plain / scaling.factor + keep * plain)
 
 
 def _yarn(plain: npt.NDArray[np.float64], scaling: YarnScaling, rope: RopeSpec) -> npt.NDArray[np.float64]:
@@ -69,4 +69,4 @@ def _yarn(plain: npt.NDArray[np.float64], scaling: YarnScaling, rope: RopeSpec) 
     # a degenerate ramp becomes a step
     width = max(high - low, 1e-3)
     interpolate = np.clip((np.arange(rope.rotary_dim // 2) - low) / width, 0.0, 1.0)
-    return plain / scaling.factor * interpolate + plain * (1 - interpolate)
+    return np.asarray(plain / scaling.factor * interpolate + plain * (1 - interpolate))

@@ -100,7 +100,5 @@ class Session(Protocol):
     def optimizer_state(self) -> Iterator[tuple[str, str, Array]]:
         """(group of STATE_GROUPS, canonical name, array)."""
 
-    def load_optimizer_state(
-        self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Array]]
-    ) -> None:
+    def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Array]]) -> None:
         """Replaces optimizer state and, from `master`, the parameters. Incomplete state raises BackendError."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 from duomesh.core.ir.program import ModelProgram, Program, ProgramBuilder
 from duomesh.core.ir.values import Axis, Init, Param, Value
@@ -87,7 +89,7 @@ def _linear(
     b: ProgramBuilder,
     name: str,
     x: Value,
-    parts: list[tuple[str, tuple[Axis, ...], bool]],
+    parts: Sequence[tuple[str, tuple[Axis, ...], bool]],
     in_dims: int,
     std: float,
 ) -> tuple[Value, ...]:
@@ -163,7 +165,7 @@ class _Block:
             q = _norm(b, "attention.q_norm", q, spec.qk_norm)
             k = _norm(b, "attention.k_norm", k, spec.qk_norm)
         if tables is not None and spec.rope is not None:
-            attrs = {"pairing": spec.rope.pairing, "compute": spec.rope.compute}
+            attrs: dict[str, Any] = {"pairing": spec.rope.pairing, "compute": spec.rope.compute}
             (q,) = b.op("rope", "attention.q_rope", [q, *tables], **attrs)
             (k,) = b.op("rope", "attention.k_rope", [k, *tables], **attrs)
         (h,) = b.op(
@@ -175,9 +177,7 @@ class _Block:
             softcap=spec.softcap,
         )
         embed = (Axis("embed", self._spec.hidden_size),)
-        (h,) = _linear(
-            b, "attention.o", h, [("attention.o", embed, spec.o_bias)], in_dims=3, std=self._out_std
-        )
+        (h,) = _linear(b, "attention.o", h, [("attention.o", embed, spec.o_bias)], in_dims=3, std=self._out_std)
         return h
 
     def _mlp(self, h: Value, spec: MlpSpec) -> Value:

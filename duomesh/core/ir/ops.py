@@ -78,36 +78,26 @@ def _simple(
     )
 
 
-def _embedding(
-    inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]
-) -> Inferred:
+def _embedding(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
     ids, table = _value(inputs[0], "ids"), params[0]
     assert table is not None
     return _simple(inputs, params, [(ids.axes + table.groups[1], "compute")])
 
 
-def _scale(
-    inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]
-) -> Inferred:
+def _scale(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
     x = _value(inputs[0], "x")
     return _simple(inputs, params, [(x.axes, x.dtype)])
 
 
-def _norm(
-    inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]
-) -> Inferred:
+def _norm(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
     x, weight = _value(inputs[0], "x"), params[0]
     assert weight is not None
     if weight.groups != ((x.axes[-1],),):
-        raise SpecError(
-            f"norm weight {weight.name} has shape {weight.shape}; its input ends in {x.axes[-1]}."
-        )
+        raise SpecError(f"norm weight {weight.name} has shape {weight.shape}; its input ends in {x.axes[-1]}.")
     return _simple(inputs, params, [(x.axes, "compute")], local=(x.axes[-1].name,))
 
 
-def _linear(
-    inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]
-) -> Inferred:
+def _linear(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
     x = _value(inputs[0], "x")
     weights, biases = params[: len(params) // 2], params[len(params) // 2 :]
     outputs: list[tuple[Axes, DType]] = []
@@ -125,17 +115,13 @@ def _linear(
     return _simple(inputs, params, outputs)
 
 
-def _rope_table(
-    inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]
-) -> Inferred:
+def _rope_table(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
     positions, inv_freq = _value(inputs[0], "positions"), _value(inputs[1], "inv_freq")
     axes = positions.axes + inv_freq.axes
     return _simple(inputs, params, [(axes, "wide"), (axes, "wide")])
 
 
-def _rope(
-    inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]
-) -> Inferred:
+def _rope(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
     x = _value(inputs[0], "x")
     cos = _value(inputs[1], "cos")
     half = cos.axes[-1].size or 0
@@ -144,13 +130,11 @@ def _rope(
     return _simple(inputs, params, [(x.axes, "compute")], local=(x.axes[-1].name, cos.axes[-1].name))
 
 
-def _attention(
-    inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]
-) -> Inferred:
+def _attention(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
     q, k, v = (_value(x, role) for x, role in zip(inputs[:3], "qkv", strict=True))  # BSKGD, BSKD, BSKD
     if k.axes != v.axes or q.axes[:3] + q.axes[4:] != k.axes:
         raise SpecError(f"attention over q {_names(q.axes)}, k {_names(k.axes)}, v {_names(v.axes)}.")
-    batch, _, heads, group, dim = _names(q.axes)
+    batch, _, heads, _, dim = _names(q.axes)
     kv = (batch, "kv_seq", heads, dim)
     segments = () if inputs[3] is None else (_names(inputs[3].axes),)
     signature = Signature(
@@ -162,9 +146,7 @@ def _attention(
     return Inferred(((q.axes, "compute"),), signature)
 
 
-def _elementwise(
-    inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]
-) -> Inferred:
+def _elementwise(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
     first = _value(inputs[0], "first")
     for other in inputs[1:]:
         # glu's two operands are both `ffn`; add's are both the stream
@@ -180,9 +162,7 @@ def _cross_entropy(
     return _simple(inputs, params, [(logits.axes[:-1], "wide")])
 
 
-def _masked_sum(
-    inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]
-) -> Inferred:
+def _masked_sum(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
     return _simple(inputs, params, [((), "wide")])
 
 

@@ -48,7 +48,9 @@ class Program:
     @cached_property
     def calls(self) -> tuple[tuple[Op, tuple[str | None, ...]], ...]:
         """Each op with the names of the storage tensors that its function takes."""
-        return tuple((op, tuple(s and s.name for s in slots_of(op, self.param_by_name))) for op in self.ops)
+        return tuple(
+            (op, tuple(None if s is None else s.name for s in slots_of(op, self.param_by_name))) for op in self.ops
+        )
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,8 @@ class ProgramBuilder:
             Op(
                 kind=kind,
                 name=name,
-                inputs=tuple(v and v.name for v in inputs),
-                params=tuple(p and p.name for p in params),
+                inputs=tuple(None if v is None else v.name for v in inputs),
+                params=tuple(None if p is None else p.name for p in params),
                 outputs=names,
                 attrs=tuple(attrs.items()),
                 signature=inferred.signature,

@@ -23,7 +23,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: type[T], data: Any, *, path: str = "", error: type[DuomeshError] = SpecError) -> T:
-    """The dataclass that `encode` wrote. Raises `error`, naming the path of the first field that does not fit."""
+    """The dataclass that `encode` wrote; `error` names the path of the first field that does not fit."""
     return _decode(kind, data, path or kind.__name__, error)  # type: ignore[no-any-return]
 
 
@@ -61,7 +61,7 @@ def _union(options: tuple[Any, ...], data: Any, path: str, error: type[DuomeshEr
     if len(rest) == 1:
         return _decode(rest[0], data, path, error)
     if isinstance(data, dict):  # dataclasses told apart by their `kind`
-        by_kind = {option.kind: option for option in rest if is_dataclass(option)}
+        by_kind: dict[Any, Any] = {getattr(option, "kind", None): option for option in rest}
         chosen = by_kind.get(data.get("kind"))
         if chosen is None:
             raise error(f"{path}.kind is {data.get('kind')!r}; it must be one of {', '.join(by_kind)}.")
@@ -85,6 +85,4 @@ def _dataclass(kind: Any, data: Any, path: str, error: type[DuomeshError]) -> An
     missing = [name for name in required if name not in data]
     if missing:
         raise error(f"{path} lacks the field {missing[0]!r}.")
-    return kind(
-        **{name: _decode(hints[name], value, f"{path}.{name}", error) for name, value in data.items()}
-    )
+    return kind(**{name: _decode(hints[name], value, f"{path}.{name}", error) for name, value in data.items()})

@@ -149,7 +149,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Grouped-query causal attention (arXiv:2305.13245); query head h reads kv head h // (num_heads / num_kv_heads).
+    """Grouped-query causal attention (arXiv:2305.13245): query head h reads kv head h // q_per_kv.
 
     scores = softcap(scale * q k^T), then the mask, then softmax in at least fp32.
 
@@ -188,9 +188,7 @@ class AttentionSpec:
                 f"rotary_dim={self.rope.rotary_dim} is larger than head_dim={self.head_dim}.",
             )
         if self.window is not None:
-            _require(
-                self.window >= 1, f"window is {self.window}; it counts the current token, so at least 1."
-            )
+            _require(self.window >= 1, f"window is {self.window}; it counts the current token, so at least 1.")
         if self.softcap is not None:
             _require(self.softcap > 0, f"attention softcap is {self.softcap}; it must be positive.")
 

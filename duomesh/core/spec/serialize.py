@@ -13,7 +13,7 @@ __all__ = ["spec_from_dict", "spec_from_json", "spec_to_dict", "spec_to_json"]
 
 
 def spec_to_dict(spec: ModelSpec) -> dict[str, Any]:
-    """JSON values; `blocks` becomes `block_kinds` (distinct blocks) and `layers` (an index for each layer)."""
+    """JSON values; `blocks` becomes `block_kinds` (the distinct ones) and `layers` (indices into them)."""
     kinds = list(dict.fromkeys(spec.blocks))
     out: dict[str, Any] = encode(spec)
     out["block_kinds"] = [encode(kind) for kind in kinds]

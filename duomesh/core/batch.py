@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,6 +62,6 @@ class Batch:
             raise DataError(f"token id {bad} is outside the model's vocabulary of {vocab_size} rows.")
 
 
-def num_targets(batches: list[Batch]) -> float:
+def num_targets(batches: Sequence[Batch]) -> float:
     """The objective's denominator: the weight of all targets of a **whole step** (design.md section 7)."""
     return float(sum(batch.weights.sum(dtype=np.float64) for batch in batches))

@@ -12,9 +12,10 @@ from typing import Literal, Protocol
 
 from duomesh.core.arrays import Array
 from duomesh.core.batch import Batch
+from duomesh.core.errors import BackendError
 from duomesh.core.ir.program import ModelProgram
 
-__all__ = ["STATE_GROUPS", "AdamW", "ComputeDType", "Session", "StepResult", "Trace"]
+__all__ = ["STATE_GROUPS", "AdamW", "ComputeDType", "Session", "StateLoader", "StepResult", "Trace"]
 
 ComputeDType = Literal["float32", "bfloat16", "float64"]
 
@@ -102,3 +103,36 @@ class Session(Protocol):
 
     def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Array]]) -> None:
         """Replaces optimizer state and, from `master`, the parameters. Incomplete state raises BackendError."""
+
+
+class StateLoader:
+    """Checks a stream of named tensors against what a model needs: no name unknown, twice or missing, no other shape.
+
+    Args:
+        program: the model.
+        groups: the groups of tensors that are expected, each with every canonical parameter.
+    """
+
+    def __init__(self, program: ModelProgram, groups: Sequence[str] = STATE_GROUPS) -> None:
+        self._params = program.params
+        self._missing = {(group, name) for group in groups for name in program.params}
+        self._groups = tuple(groups)
+
+    def check(self, group: str, name: str, shape: tuple[int, ...]) -> None:
+        """Accepts one tensor. Raises BackendError, naming it, if it does not fit."""
+        if group not in self._groups or name not in self._params:
+            raise BackendError(f"{group} tensor {name!r} is not part of this model.")
+        wanted = self._params[name].shape
+        if tuple(shape) != wanted:
+            raise BackendError(f"{group} tensor {name} has shape {tuple(shape)}; this model needs {wanted}.")
+        if (group, name) not in self._missing:
+            raise BackendError(f"{group} tensor {name} was given twice.")
+        self._missing.remove((group, name))
+
+    def finish(self) -> None:
+        """Raises BackendError if a tensor never came."""
+        if self._missing:
+            listed = ", ".join(f"{group} {name}" for group, name in sorted(self._missing)[:5])
+            raise BackendError(
+                f"{len(self._missing)} tensors are missing: {listed}{', ...' * (len(self._missing) > 5)}."
+            )

@@ -14,7 +14,7 @@ from typing import Any
 
 from duomesh.core.errors import SpecError
 from duomesh.core.ir.ops import KINDS
-from duomesh.core.ir.storage import Slot, slots_of
+from duomesh.core.ir.storage import Placement, Slot, slots_of
 from duomesh.core.ir.values import Attr, Axes, Constant, Init, Op, Param, Value
 from duomesh.core.spec.model import ModelSpec
 
@@ -85,6 +85,17 @@ class ModelProgram:
                 if name not in self.aliases:
                     out[name] = Param(name, param.groups, param.init)
         return out
+
+    @cached_property
+    def placements(self) -> Mapping[str, Placement]:
+        """Where each canonical parameter is stored, in the order of `params`."""
+        return {
+            prefix + member.param.name: Placement(prefix + slot.name, member.start, member.stop)
+            for prefix, program in self.steps
+            for slot in program.slots.values()
+            for member in slot.members
+            if prefix + member.param.name not in self.aliases
+        }
 
     @property
     def num_params(self) -> int:

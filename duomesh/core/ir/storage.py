@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from duomesh.core.ir.values import Op, Param
 
-__all__ = ["Member", "Segment", "Slot", "segments", "slots_of"]
+__all__ = ["Member", "Placement", "Segment", "Slot", "segments", "slots_of"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,15 @@ class Slot:
     @property
     def is_decayed(self) -> bool:
         return self.members[0].param.is_decayed
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A canonical parameter is rows [start, stop) of a storage tensor, named within the whole model."""
+
+    storage: str
+    start: int
+    stop: int
 
 
 def _slot(name: str, params: Sequence[Param]) -> Slot:

@@ -1,0 +1,85 @@
+"""AdamW over the stored tensors, with a wide master copy where weights are narrower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from duomesh.core.session import AdamW
+
+__all__ = ["Optimizer"]
+
+
+class Optimizer:
+    """torch's AdamW on master weights.
+
+    Where a parameter is fp32 or float64 it is its own master; a bf16 parameter has an fp32 master that it is rounded
+    from after every update. Storage tensors that hold matrices decay, others do not.
+
+    Args:
+        params: storage name -> parameter.
+        is_decayed: storage name -> whether weight decay acts on it.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter], is_decayed: Mapping[str, bool], config: AdamW) -> None:
+        self.config = config
+        self.step_count = 0
+        self._params = dict(params)
+        self.masters: dict[str, Tensor] = {
+            name: p.detach().float().requires_grad_() if p.dtype == torch.bfloat16 else p for name, p in params.items()
+        }
+        groups = [
+            {"params": [self.masters[n] for n in params if is_decayed[n]], "weight_decay": config.weight_decay},
+            {"params": [self.masters[n] for n in params if not is_decayed[n]], "weight_decay": 0.0},
+        ]
+        is_cuda = next(iter(params.values())).is_cuda
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=is_cuda,
+            foreach=not is_cuda,
+        )
+
+    @torch.no_grad()
+    def step(self, grads: Mapping[str, Tensor], lr: float) -> None:
+        """One update from gradients by storage name, any float dtype."""
+        self.step_count += 1
+        for name, master in self.masters.items():
+            master.grad = grads[name].to(master.dtype)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        for master in self.masters.values():
+            master.grad = None
+        narrow = [name for name, p in self._params.items() if p is not self.masters[name]]
+        if narrow:
+            torch._foreach_copy_([self._params[n] for n in narrow], [self.masters[n] for n in narrow])
+
+    def state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(group, storage name, tensor). Moments that no update has made yet are zeros."""
+        for name, master in self.masters.items():
+            made = self._adamw.state.get(master, {})
+            yield "master", name, master.detach()
+            for key in ("exp_avg", "exp_avg_sq"):
+                yield key, name, made.get(key, torch.zeros_like(master))
+
+    def begin_load(self, step_count: int) -> dict[tuple[str, str], Tensor]:
+        """Makes state for `step_count` updates and returns its tensors, to be filled in place."""
+        self.step_count = step_count
+        for master in self.masters.values():
+            self._adamw.state[master] = {
+                "step": torch.tensor(float(step_count), device=master.device if master.is_cuda else "cpu"),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+        return {(group, name): tensor for group, name, tensor in self.state()}
+
+    @torch.no_grad()
+    def end_load(self) -> None:
+        """Rounds compute weights from the masters just filled."""
+        for name, parameter in self._params.items():
+            if parameter is not self.masters[name]:
+                parameter.copy_(self.masters[name])

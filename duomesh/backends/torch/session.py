@@ -1,0 +1,227 @@
+"""The torch side of `core.session.Session`, one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from duomesh.backends.torch.arrays import TORCH_DTYPES, to_array, to_tensor
+from duomesh.backends.torch.lower import LoweredModel
+from duomesh.backends.torch.optim import Optimizer
+from duomesh.core.arrays import Array
+from duomesh.core.batch import Batch, num_targets
+from duomesh.core.errors import BackendError
+from duomesh.core.ir.program import ModelProgram
+from duomesh.core.session import AdamW, ComputeDType, StateLoader, StepResult, Trace
+
+__all__ = ["TorchSession"]
+
+# Fastest first on the GPUs measured so far; torch takes the first that supports a call.
+_ATTENTION = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+@contextmanager
+def _exact_matmul() -> Iterator[None]:
+    """fp32 matmuls in fp32: comparisons must not depend on a TF32 switch that somebody set."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class TorchSession:
+    """A lowered model on one device.
+
+    Args:
+        program: what to run.
+        compute_dtype: of parameters and activations; bfloat16 keeps an fp32 master in the optimizer.
+        device: such as "cpu" or "cuda"; None takes a GPU if there is one.
+        compile: compile each block kind, the head and the loss with `torch.compile`.
+    """
+
+    def __init__(
+        self,
+        program: ModelProgram,
+        *,
+        compute_dtype: ComputeDType = "float32",
+        device: str | None = None,
+        compile: bool = False,
+    ) -> None:
+        self.program = program
+        self.compute_dtype = compute_dtype
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise BackendError(f"device {device!r} was asked for, but torch finds no GPU. Use device='cpu'.")
+        self.model = LoweredModel(program, TORCH_DTYPES[compute_dtype], self.device)
+        self._wide = torch.float64 if compute_dtype == "float64" else torch.float32
+        self._optimizer: Optimizer | None = None
+        if compile:
+            for _, module in self.model.steps:
+                module.compile(fullgraph=True, dynamic=False)
+
+    # Parameters
+
+    def _storage(self) -> dict[str, nn.Parameter]:
+        """Storage tensors by name, tied ones once."""
+        return dict(self.model.named_parameters())
+
+    def _rows(self, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+        """The rows of a storage tensor that hold one canonical parameter, as a view."""
+        place = self.program.placements[name]
+        return tensors[place.storage][place.start : place.stop]
+
+    def _canonical(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name in self.program.placements:
+            yield name, self._rows(tensors, name)
+
+    @torch.no_grad()
+    def load_params(self, params: Iterable[tuple[str, Array]]) -> None:
+        storage = self._storage()
+        loader = StateLoader(self.program, groups=("params",))
+        for name, array in params:
+            loader.check("params", name, array.shape)
+            self._rows(storage, name).copy_(to_tensor(array))
+        loader.finish()
+        self._optimizer = None
+
+    def params(self) -> Iterator[tuple[str, Array]]:
+        for name, tensor in self._canonical(self._storage()):
+            yield name, to_array(tensor)
+
+    # Forward and backward
+
+    def _device_inputs(self, batch: Batch) -> dict[str, Tensor | None]:
+        batch.check_vocabulary(self.program.spec.vocab_size)
+
+        def put(array: Array | None, dtype: torch.dtype) -> Tensor | None:
+            return None if array is None else to_tensor(array).to(self.device, dtype, non_blocking=True)
+
+        return {
+            "tokens": put(batch.tokens, torch.int32),
+            "positions": put(batch.resolved_positions, torch.int32),
+            "segment_ids": put(batch.segment_ids, torch.int32),
+            "labels": put(batch.labels, torch.int32),
+            "loss_mask": put(batch.weights, self._wide),
+        }
+
+    def _attention(self) -> AbstractContextManager[None]:
+        if self.device.type != "cuda":
+            return nullcontext()
+        return sdpa_kernel(_ATTENTION, set_priority=True)
+
+    def _backward(self, batches: Sequence[Batch], denominator: float) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Gradients of the step's objective, summed over micro-batches in at least fp32 when there are several.
+
+        Returns the loss terms (scalars on the device, whose sum is the loss) and gradients by storage name.
+        """
+        storage = self._storage()
+        terms: list[Tensor] = []
+        sums: dict[str, Tensor] = {}
+        for batch in batches:
+            with self._attention():
+                term = self.model(**self._device_inputs(batch)) / denominator
+                term.backward()
+            terms.append(term.detach())
+            for name, parameter in storage.items():
+                grad, parameter.grad = parameter.grad, None
+                assert grad is not None, name
+                if name in sums:
+                    sums[name].add_(grad)
+                else:
+                    sums[name] = grad if len(batches) == 1 else grad.to(self._wide)
+        return terms, sums
+
+    def loss_and_grads(self, batches: Sequence[Batch]) -> tuple[float, dict[str, Array]]:
+        terms, grads = self._backward(batches, num_targets(batches))
+        loss = torch.stack(terms).double().sum().item()
+        return loss, {name: to_array(tensor) for name, tensor in self._canonical(grads)}
+
+    def trace(self, batch: Batch, *, grads: bool) -> Trace:
+        record: dict[str, Tensor] = {}
+        with _exact_matmul(), torch.enable_grad() if grads else torch.no_grad():
+            loss = self.model(**self._device_inputs(batch), record=record) / num_targets([batch])
+            found: dict[str, Array] = {}
+            if grads:
+                storage = self._storage()
+                made = torch.autograd.grad(loss, list(storage.values()))
+                found = {n: to_array(t) for n, t in self._canonical(dict(zip(storage, made, strict=True)))}
+        return Trace({name: to_array(value) for name, value in record.items()}, loss.item(), found)
+
+    @torch.no_grad()
+    def eval_loss(self, batch: Batch) -> tuple[float, float]:
+        with self._attention():
+            return self.model(**self._device_inputs(batch)).item(), num_targets([batch])
+
+    @torch.no_grad()
+    def logits(self, tokens: Array) -> Array:
+        batch = Batch(tokens=tokens, labels=tokens)
+        inputs = self._device_inputs(batch)
+        with self._attention():
+            out = self.model(inputs["tokens"], inputs["positions"])
+        return to_array(out.to(self._wide))
+
+    # Training
+
+    def init_optimizer(self, config: AdamW) -> None:
+        slots = {prefix + slot.name: slot for prefix, program in self.program.steps for slot in program.slots.values()}
+        storage = self._storage()
+        self._optimizer = Optimizer(storage, {name: slots[name].is_decayed for name in storage}, config)
+
+    def _trained(self) -> Optimizer:
+        if self._optimizer is None:
+            raise BackendError("this session has no optimizer; call init_optimizer or load_optimizer_state first.")
+        return self._optimizer
+
+    def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        optimizer = self._trained()
+        denominator = num_targets(batches)
+        if denominator == 0:
+            return StepResult(0.0, 0.0, 0.0, is_skipped=True)
+        terms, grads = self._backward(batches, denominator)
+        norms = torch._foreach_norm(list(grads.values()), 2, dtype=self._wide)
+        norm_on_device = torch.linalg.vector_norm(torch.stack(norms))
+        # the step's only wait for the device: both numbers in one transfer
+        loss, norm = torch.stack([torch.stack(terms).sum(), norm_on_device]).double().tolist()
+        if not (abs(loss) < float("inf") and norm < float("inf")):
+            return StepResult(loss, norm, denominator, is_skipped=True)
+        limit = optimizer.config.max_grad_norm
+        if limit is not None and norm > limit:
+            torch._foreach_mul_(list(grads.values()), limit / norm)
+        optimizer.step(grads, lr)
+        return StepResult(loss, norm, denominator)
+
+    def optimizer_step_count(self) -> int:
+        return self._trained().step_count
+
+    def optimizer_state(self) -> Iterator[tuple[str, str, Array]]:
+        by_group: dict[str, dict[str, Tensor]] = {}
+        for group, name, tensor in self._trained().state():
+            by_group.setdefault(group, {})[name] = tensor
+        for group, tensors in by_group.items():
+            for name, tensor in self._canonical(tensors):
+                yield group, name, to_array(tensor)
+
+    @torch.no_grad()
+    def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Array]]) -> None:
+        self.init_optimizer(config)
+        optimizer = self._trained()
+        by_group: dict[str, dict[str, Tensor]] = {}
+        for (group, name), tensor in optimizer.begin_load(step_count).items():
+            by_group.setdefault(group, {})[name] = tensor
+        loader = StateLoader(self.program)
+        for group, name, array in state:
+            loader.check(group, name, array.shape)
+            self._rows(by_group[group], name).copy_(to_tensor(array))
+        loader.finish()
+        optimizer.end_load()

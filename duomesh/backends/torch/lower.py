@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from duomesh.backends.torch.ops import OPS
+from duomesh.backends.torch import ops
 from duomesh.core.ir.program import ModelProgram, Program
 
 __all__ = ["LoweredModel", "LoweredProgram"]
@@ -43,7 +43,7 @@ def _source(program: Program, *, records: bool) -> str:
         operands += [f"{key}={value!r}" for key, value in op.attrs]
         targets = ", ".join(variables[n] for n in op.outputs)
         comma = "," if op.kind == "linear" and len(op.outputs) == 1 else ""  # linear always returns a tuple
-        lines.append(f"    {targets}{comma} = {op.kind}({', '.join(operands)})")
+        lines.append(f"    {targets}{comma} = ops.{op.kind}({', '.join(operands)})")
         if records:
             lines += [f"    record[{n!r}] = {variables[n]}" for n in op.outputs]
     outputs = ", ".join(variables[value] for _, value in program.outputs)
@@ -56,7 +56,7 @@ def _compile_source(source: str, program: str) -> FunctionType:
     digest = hashlib.blake2b(source.encode(), digest_size=4).hexdigest()
     filename = f"<duomesh {program} {digest}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = dict(OPS)
+    namespace: dict[str, Any] = {"ops": ops}
     exec(compile(source, filename, "exec"), namespace)
     function = namespace["forward"]
     assert isinstance(function, FunctionType)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from duomesh.backends.torch.ops.attention import attention
+from duomesh.backends.torch.ops.attend import attention
 from duomesh.backends.torch.ops.dense import (
     activation,
     add,

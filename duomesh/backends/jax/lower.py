@@ -1,0 +1,172 @@
+"""Programs -> one pure function over a dict of parameters.
+
+Equal layers are stacked along a new first dim and scanned, so that compile time does not grow with depth; a repeated
+pattern of different layers is one scan whose body holds the pattern. Ops are walked while JAX traces and leave
+nothing behind but their names, as scopes, in the compiled module.
+
+Not here: the optimizer and micro-batches (`session.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from duomesh.backends.jax.ops import OPS
+from duomesh.core import arrays
+from duomesh.core.ir.program import ModelProgram, Program, run
+from duomesh.core.ir.storage import Segment, segments
+
+__all__ = ["LoweredModel", "Params"]
+
+Params = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """Where a storage tensor lies: entry `index` of a stack, or the whole array if None."""
+
+    array: str
+    index: int | None
+
+
+class LoweredModel:
+    """A model as pure functions.
+
+    Args:
+        program: the model.
+        wide_dtype: dtype of statistics, tables and losses: float32, or float64 in a float64 run.
+        allow_cudnn: whether attention may use cuDNN's kernel.
+    """
+
+    def __init__(self, program: ModelProgram, *, wide_dtype: Any, allow_cudnn: bool) -> None:
+        self.program = program
+        self._wide = wide_dtype
+        self._ops = {**OPS, "attention": partial(OPS["attention"], allow_cudnn=allow_cudnn)}
+        self.segments = segments(program.layers)
+
+    # Parameters
+
+    @cached_property
+    def _places(self) -> dict[str, _Stacked]:
+        """Storage name -> where it lies. Stacks are named `segments.<segment>.<position in pattern>.<local name>`."""
+        out: dict[str, _Stacked] = {}
+        for s, segment in enumerate(self.segments):
+            for position, kind in enumerate(segment.pattern):
+                for i, layer in enumerate(segment.layers(position)):
+                    for slot in self.program.blocks[kind].slots:
+                        name = f"segments.{s}.{position}.{slot}"
+                        out[f"layers.{layer}.{slot}"] = _Stacked(name, i if segment.repeats > 1 else None)
+        for prefix, program in (("embed.", self.program.embed), ("head.", self.program.head)):
+            for slot in program.slots:
+                if prefix + slot not in self.program.aliases:
+                    out[prefix + slot] = _Stacked(prefix + slot, None)
+        return out
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every stored array by name."""
+        slots = {p + s.name: s for p, program in self.program.steps for s in program.slots.values()}
+        counts: dict[str, int] = {}
+        for place in self._places.values():
+            counts[place.array] = counts.get(place.array, 0) + 1
+        return {
+            place.array: (slots[name].shape if place.index is None else (counts[place.array], *slots[name].shape))
+            for name, place in self._places.items()
+        }
+
+    @cached_property
+    def is_decayed(self) -> dict[str, bool]:
+        """Whether weight decay acts on each stored array."""
+        slots = {p + s.name: s for p, program in self.program.steps for s in program.slots.values()}
+        return {place.array: slots[name].is_decayed for name, place in self._places.items()}
+
+    def stack(self, params: Iterable[tuple[str, arrays.Array]], dtype: Any) -> dict[str, arrays.Array]:
+        """Canonical parameters -> stored host arrays of one dtype. The caller has checked names and shapes."""
+        out = {name: np.empty(shape, dtype) for name, shape in self.shapes.items()}
+        for name, array in params:
+            placement = self.program.placements[name]
+            place = self._places[placement.storage]
+            target = out[place.array] if place.index is None else out[place.array][place.index]
+            target[placement.start : placement.stop] = array
+        return out
+
+    def unstack(self, stored: Mapping[str, jax.Array]) -> Iterator[tuple[str, arrays.Array]]:
+        """The inverse of `stack`, in the arrays' own dtypes."""
+        host: dict[str, arrays.Array] = {}
+        for name, placement in self.program.placements.items():
+            place = self._places[placement.storage]
+            if place.array not in host:
+                host[place.array] = np.asarray(stored[place.array])
+            whole = host[place.array] if place.index is None else host[place.array][place.index]
+            yield name, whole[placement.start : placement.stop].copy()
+
+    # Computation
+
+    def _run(self, program: Program, values: Mapping[str, Any], weights: Any, record: dict[str, Any]) -> dict[str, Any]:
+        constants = {c.name: jnp.asarray(np.asarray(c.data, np.float32), self._wide) for c in program.constants}
+        return run(program, self._ops, {**values, **constants}, weights, record, jax.named_scope)
+
+    def _weights(self, prefix: str, program: Program, params: Params) -> dict[str, jax.Array]:
+        aliases = self.program.aliases
+        return {slot: params[aliases.get(prefix + slot, prefix + slot)] for slot in program.slots}
+
+    def _segment(
+        self, index: int, segment: Segment, values: dict[str, Any], params: Params, records: dict[str, Any] | None
+    ) -> jax.Array:
+        """Runs one segment's layers and returns the stream."""
+        weights = [
+            {slot: params[f"segments.{index}.{position}.{slot}"] for slot in self.program.blocks[kind].slots}
+            for position, kind in enumerate(segment.pattern)
+        ]
+
+        def body(x: jax.Array, layer_weights: Any) -> tuple[jax.Array, Any]:
+            made = []
+            for kind, local in zip(segment.pattern, layer_weights, strict=True):
+                record: dict[str, Any] = {}
+                x = self._run(self.program.blocks[kind], {**values, "x": x}, local, record)["x"]
+                made.append(record)
+            return x, made if records is not None else None
+
+        if segment.repeats == 1:
+            x, made = body(values["x"], weights)
+            made = jax.tree.map(lambda value: value[None], made)
+        else:
+            x, made = jax.lax.scan(body, values["x"], weights)
+        if records is not None:
+            for position in range(len(segment.pattern)):
+                for i, layer in enumerate(segment.layers(position)):
+                    records |= {f"layers.{layer}.{name}": value[i] for name, value in made[position].items()}
+        return x
+
+    def __call__(self, params: Params, inputs: Mapping[str, Any], records: dict[str, Any] | None = None) -> jax.Array:
+        """Logits [B, S, V]; with "labels" and "loss_mask" among the inputs, the weighted sum of token losses.
+
+        Args:
+            params: stored arrays in the compute dtype.
+            inputs: tokens and positions [B, S] int32, segment_ids [B, S] or None, and optionally labels [B, S] int32
+                and loss_mask [B, S] wide.
+            records: receives every op output under its global name.
+        """
+        values: dict[str, Any] = dict(inputs)
+
+        def apply(prefix: str, program: Program) -> None:
+            local: dict[str, Any] = {}
+            values.update(self._run(program, values, self._weights(prefix, program, params), local))
+            if records is not None:
+                records.update({prefix + name: value for name, value in local.items()})
+
+        apply("embed.", self.program.embed)
+        for i, segment in enumerate(self.segments):
+            values["x"] = self._segment(i, segment, values, params, records)
+        apply("head.", self.program.head)
+        if "labels" not in inputs:
+            return values["logits"]
+        apply("loss.", self.program.loss)
+        return values["loss_sum"]

@@ -1,0 +1,254 @@
+"""The JAX side of `core.session.Session`, one device.
+
+State is a dict of arrays; a step is one jitted function that donates it. Calls that need float64 run with 64-bit
+types enabled for their duration only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from duomesh.backends.jax.lower import LoweredModel, Params
+from duomesh.backends.jax.optim import State, init_state, update
+from duomesh.core.arrays import DTYPES, Array
+from duomesh.core.batch import Batch, num_targets
+from duomesh.core.errors import BackendError
+from duomesh.core.ir.program import ModelProgram
+from duomesh.core.session import STATE_GROUPS, AdamW, ComputeDType, StateLoader, StepResult, Trace
+
+__all__ = ["JaxSession"]
+
+
+def _device(name: str | None) -> jax.Device:
+    platform = {"cuda": "gpu"}.get(name or "", name)
+    try:
+        return jax.devices(platform)[0]
+    except RuntimeError as error:
+        raise BackendError(f"JAX has no device {name!r}: {error}. Use device='cpu'.") from None
+
+
+class JaxSession:
+    """A lowered model on one device.
+
+    Args:
+        program: what to run.
+        compute_dtype: of parameters and activations; bfloat16 keeps an fp32 master as state.
+        device: such as "cpu" or "cuda"; None takes JAX's default.
+        compile: accepted for symmetry with the torch session; JAX always compiles.
+    """
+
+    def __init__(
+        self,
+        program: ModelProgram,
+        *,
+        compute_dtype: ComputeDType = "float32",
+        device: str | None = None,
+        compile: bool = True,
+    ) -> None:
+        self.program = program
+        self.compute_dtype = compute_dtype
+        self.device = _device(device)
+        self._compute = DTYPES[compute_dtype]
+        self._wide = DTYPES["float64" if compute_dtype == "float64" else "float32"]
+        is_gpu = self.device.platform == "gpu"
+        self.model = LoweredModel(program, wide_dtype=self._wide, allow_cudnn=is_gpu)
+        self._params: Params | None = None
+        self._state: State | None = None
+        self._config: AdamW | None = None
+        self._jitted: dict[str, Callable[..., Any]] = {}
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """64-bit types where the run needs them, and fp32 matmuls that are fp32 (a GPU's default is TF32)."""
+        with ExitStack() as stack:
+            stack.enter_context(jax.enable_x64(self.compute_dtype == "float64"))
+            if self.compute_dtype != "bfloat16":
+                stack.enter_context(jax.default_matmul_precision("highest"))
+            yield
+
+    def _put(self, arrays: dict[str, Array]) -> Params:
+        return {name: jax.device_put(array, self.device) for name, array in arrays.items()}
+
+    def _jit(self, name: str, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """The jitted function of that name, made once a session so that nothing compiles twice."""
+        if name not in self._jitted:
+            self._jitted[name] = jax.jit(function, **options)
+        return self._jitted[name]
+
+    # Parameters
+
+    def load_params(self, params: Iterable[tuple[str, Array]]) -> None:
+        loader = StateLoader(self.program, groups=("params",))
+
+        def checked() -> Iterator[tuple[str, Array]]:
+            for name, array in params:
+                loader.check("params", name, array.shape)
+                yield name, array
+
+        stored = self.model.stack(checked(), self._compute)
+        loader.finish()
+        with self._context():
+            self._params, self._state, self._config = self._put(stored), None, None
+
+    def _compute_params(self) -> Params:
+        """Parameters in the compute dtype: as loaded, or rounded from the optimizer's masters."""
+        if self._state is not None:
+            return self._jit("cast", self._cast)(self._state.master)
+        if self._params is None:
+            raise BackendError("this session has no parameters yet; call load_params first.")
+        return self._params
+
+    def _cast(self, master: Params) -> Params:
+        return {name: array.astype(self._compute) for name, array in master.items()}
+
+    def params(self) -> Iterator[tuple[str, Array]]:
+        with self._context():
+            stored = self._compute_params()
+        yield from self.model.unstack(stored)
+
+    # Forward and backward
+
+    def _inputs(self, batch: Batch) -> dict[str, Array | None]:
+        batch.check_vocabulary(self.program.spec.vocab_size)
+        return {
+            "tokens": batch.tokens.astype(np.int32),
+            "positions": batch.resolved_positions,
+            "segment_ids": None if batch.segment_ids is None else batch.segment_ids.astype(np.int32),
+            "labels": batch.labels.astype(np.int32),
+            "loss_mask": batch.weights.astype(self._wide),
+        }
+
+    def _term(self, params: Params, inputs: Any, denominator: Any) -> jax.Array:
+        return self.model(params, inputs) / denominator
+
+    def loss_and_grads(self, batches: Sequence[Batch]) -> tuple[float, dict[str, Array]]:
+        denominator = num_targets(batches)
+        function = self._jit("grad", jax.value_and_grad(self._term))
+        loss, total = 0.0, None
+        with self._context():
+            params = self._compute_params()
+            for batch in batches:
+                term, grads = function(params, self._inputs(batch), self._wide.type(denominator))
+                loss += float(term)
+                if len(batches) > 1:
+                    grads = jax.tree.map(lambda g: g.astype(self._wide), grads)
+                total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+        assert total is not None
+        return loss, dict(self.model.unstack(total))
+
+    def _recorded(self, params: Params, inputs: Any, denominator: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        records: dict[str, jax.Array] = {}
+        return self.model(params, inputs, records) / denominator, records
+
+    def trace(self, batch: Batch, *, grads: bool) -> Trace:
+        denominator = self._wide.type(num_targets([batch]))
+        found: dict[str, Array] = {}
+        with self._context():
+            params, inputs = self._compute_params(), self._inputs(batch)
+            if grads:
+                both = self._jit("trace_grad", jax.value_and_grad(self._recorded, has_aux=True))
+                (loss, records), made = both(params, inputs, denominator)
+                found = dict(self.model.unstack(made))
+            else:
+                loss, records = self._jit("trace", self._recorded)(params, inputs, denominator)
+        # jit returns dicts sorted by key; give them back in order of execution
+        names = [prefix + name for prefix, program in self.program.steps for op in program.ops for name in op.outputs]
+        return Trace({name: np.asarray(records[name]) for name in names}, float(loss), found)
+
+    def eval_loss(self, batch: Batch) -> tuple[float, float]:
+        with self._context():
+            total = self._jit("eval", self.model.__call__)(self._compute_params(), self._inputs(batch))
+            return float(total), num_targets([batch])
+
+    def logits(self, tokens: Array) -> Array:
+        inputs = self._inputs(Batch(tokens=tokens, labels=tokens))
+        del inputs["labels"], inputs["loss_mask"]
+        with self._context():
+            out = self._jit("logits", self.model.__call__)(self._compute_params(), inputs)
+            return np.asarray(out.astype(self._wide))
+
+    # Training
+
+    def init_optimizer(self, config: AdamW) -> None:
+        with self._context():
+            params = self._compute_params()
+            self._state = init_state({name: array.astype(self._wide) for name, array in params.items()})
+        self._params, self._config = None, config
+
+    def _trained(self) -> tuple[State, AdamW]:
+        if self._state is None or self._config is None:
+            raise BackendError("this session has no optimizer; call init_optimizer or load_optimizer_state first.")
+        return self._state, self._config
+
+    def _step(
+        self, state: State, inputs: Any, denominator: Any, lr: Any, *, config: AdamW
+    ) -> tuple[State, jax.Array, jax.Array, jax.Array]:
+        """One update over micro-batches stacked along a first dim. Returns (state, loss, gradient norm, is skipped)."""
+        params = self._cast(state.master)
+        grad = jax.value_and_grad(self._term)
+        count = inputs["tokens"].shape[0]
+        if count == 1:
+            loss, grads = grad(params, jax.tree.map(lambda x: x[0], inputs), denominator)
+        else:
+            zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, self._wide), params)
+
+            def body(carry: Any, micro: Any) -> tuple[Any, None]:
+                loss, sums = carry
+                term, made = grad(params, micro, denominator)
+                return (loss + term, jax.tree.map(lambda s, g: s + g.astype(self._wide), sums, made)), None
+
+            (loss, grads), _ = jax.lax.scan(body, (jnp.zeros((), self._wide), zeros), inputs)
+        return update(state, grads, loss, lr, config=config, is_decayed=self.model.is_decayed)
+
+    def _stack_inputs(self, batches: Sequence[Batch]) -> dict[str, Array | None]:
+        inputs = [self._inputs(batch) for batch in batches]
+        shapes = {batch.tokens.shape for batch in batches}
+        if len(shapes) > 1:
+            raise BackendError(f"micro-batches of one step must have one shape, got {sorted(shapes)}.")
+        if any(batch.segment_ids is not None for batch in batches):
+            for one in inputs:  # a micro-batch without segments is one segment
+                if one["segment_ids"] is None:
+                    one["segment_ids"] = np.zeros_like(one["tokens"])
+        return jax.tree.map(lambda *parts: np.stack(parts), *inputs)
+
+    def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        state, config = self._trained()
+        denominator = num_targets(batches)
+        if denominator == 0:
+            return StepResult(0.0, 0.0, 0.0, is_skipped=True)
+        step = self._jit("step", partial(self._step, config=config), donate_argnums=0)
+        with self._context():
+            inputs = self._stack_inputs(batches)
+            result = step(state, inputs, self._wide.type(denominator), self._wide.type(lr))
+            self._state = result[0]
+            loss, norm, is_skipped = jax.device_get(result[1:])
+        return StepResult(float(loss), float(norm), denominator, bool(is_skipped))
+
+    def optimizer_step_count(self) -> int:
+        return int(self._trained()[0].count)
+
+    def optimizer_state(self) -> Iterator[tuple[str, str, Array]]:
+        state, _ = self._trained()
+        for group in STATE_GROUPS:
+            for name, array in self.model.unstack(getattr(state, group)):
+                yield group, name, array
+
+    def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Array]]) -> None:
+        loader = StateLoader(self.program)
+        groups: dict[str, list[tuple[str, Array]]] = {group: [] for group in STATE_GROUPS}
+        for group, name, array in state:
+            loader.check(group, name, array.shape)
+            groups[group].append((name, array))
+        loader.finish()
+        with self._context():
+            stored = {group: self._put(self.model.stack(groups.pop(group), self._wide)) for group in STATE_GROUPS}
+            self._state = State(count=jnp.asarray(step_count, jnp.int32), **stored)
+        self._params, self._config = None, config
+        self._jitted.pop("step", None)  # it was compiled for another configuration

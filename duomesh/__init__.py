@@ -5,4 +5,25 @@ Importing this package loads neither framework: each loads when its backend is f
 
 from __future__ import annotations
 
+from duomesh import spec
+from duomesh.api import Model, ModelSource, build, explain, new_session, open_model
+from duomesh.core.batch import IGNORE, Batch
+from duomesh.core.errors import DuomeshError
+from duomesh.core.session import AdamW, Session
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "IGNORE",
+    "AdamW",
+    "Batch",
+    "DuomeshError",
+    "Model",
+    "ModelSource",
+    "Session",
+    "build",
+    "explain",
+    "new_session",
+    "open_model",
+    "spec",
+]

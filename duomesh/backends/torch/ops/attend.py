@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from duomesh.backends.torch.ops.dense import wide
@@ -31,15 +32,15 @@ def attention(
     if softcap is not None:
         return _capped(q, k, v, mask, scale=scale, softcap=softcap)
     out = F.scaled_dot_product_attention(
-        q.flatten(2, 3).transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
+        rearrange(q, "b s k g d -> b (k g) s d"),
+        rearrange(k, "b s k d -> b k s d"),
+        rearrange(v, "b s k d -> b k s d"),
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
         enable_gqa=group > 1,
     )
-    return out.transpose(1, 2).unflatten(2, (-1, group))
+    return rearrange(out, "b (k g) s d -> b s k g d", g=group)
 
 
 def _mask(length: int, window: int | None, segment_ids: Tensor | None, device: torch.device) -> Tensor:

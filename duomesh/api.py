@@ -1,0 +1,183 @@
+"""What a user of the library touches: open a model from anywhere, build it on a backend, run it.
+
+model = dm.build("tiny-llama3", backend="torch", seed=0)
+model.load("path/to/Llama-3.2-1B")
+loss, grads = model.loss_and_grads(batch)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from duomesh.core.arrays import Array
+from duomesh.core.batch import Batch
+from duomesh.core.errors import BackendError, CheckpointError, SpecError
+from duomesh.core.init import initial_params
+from duomesh.core.ir.build import build_program
+from duomesh.core.ir.listing import explain_program
+from duomesh.core.session import ComputeDType, Session
+from duomesh.core.spec.model import ModelSpec
+
+__all__ = ["BACKENDS", "Model", "ModelSource", "build", "explain", "new_session", "open_model"]
+
+Params = Iterator[tuple[str, Array]]
+BACKENDS = ("torch", "jax")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that was found: its spec and where its weights come from.
+
+    Attributes:
+        name: as the user gave it.
+        kind: "preset" (weights are drawn), "hf" or "neutral".
+        directory: where the weights are; None for a preset.
+        params: makes an iterator of (canonical name, array in its stored dtype).
+    """
+
+    name: str
+    kind: Literal["preset", "hf", "neutral"]
+    spec: ModelSpec
+    directory: Path | None
+    params: Callable[[], Params]
+
+
+def open_model(model: str | Path | ModelSpec, *, seed: int = 0, perturb: float = 0.0) -> ModelSource:
+    """Finds a model by preset name, directory or spec.
+
+    Args:
+        model: a preset's name, a directory (Hugging Face, or a neutral checkpoint), or a spec.
+        seed: of the weights, where they are drawn.
+        perturb: noise on drawn norm weights and biases, for checks (see `core.random.draw`).
+
+    Raises:
+        SpecError: no preset has that name. CheckpointError: the directory holds no checkpoint.
+    """
+    if isinstance(model, ModelSpec):
+        return _drawn("spec", model, seed, perturb)
+    path = Path(model)
+    if (path / "manifest.json").is_file():
+        from duomesh.core.checkpoint.read import Checkpoint
+
+        checkpoint = Checkpoint(path)
+        return ModelSource(str(model), "neutral", checkpoint.spec, path, checkpoint.params)
+    if (path / "config.json").is_file():
+        from duomesh.converters.hf.reader import HfCheckpoint
+
+        hf = HfCheckpoint(path)
+        return ModelSource(str(model), "hf", hf.spec, path, hf.params)
+    if path.is_dir():
+        raise CheckpointError(
+            f"{model} holds neither a config.json (Hugging Face) nor a manifest.json (neutral checkpoint)."
+        )
+    if path.exists() or len(path.parts) > 1:
+        raise CheckpointError(f"{model} is not a directory. Give a preset's name or a checkpoint directory.")
+    from duomesh.core.spec.presets import preset
+
+    return _drawn(str(model), preset(str(model)), seed, perturb)
+
+
+def _drawn(name: str, spec: ModelSpec, seed: int, perturb: float) -> ModelSource:
+    program = build_program(spec)
+    return ModelSource(name, "preset", spec, None, lambda: initial_params(program, seed, perturb=perturb))
+
+
+def new_session(
+    spec: ModelSpec,
+    *,
+    backend: str,
+    dtype: ComputeDType = "float32",
+    device: str | None = None,
+    compile: bool = False,
+) -> Session:
+    """A backend's session without weights.
+
+    Args:
+        backend: "torch" or "jax".
+        dtype: compute dtype; bfloat16 trains with an fp32 master.
+        device: such as "cpu" or "cuda"; None lets the backend choose.
+        compile: compile on torch; JAX always does.
+
+    Raises:
+        BackendError: the backend is unknown or not installed, or lacks the device.
+    """
+    options = {"compute_dtype": dtype, "device": device, "compile": compile}
+    program = build_program(spec)
+    try:
+        if backend == "torch":
+            from duomesh.backends.torch.session import TorchSession
+
+            return TorchSession(program, **options)
+        if backend == "jax":
+            from duomesh.backends.jax.session import JaxSession
+
+            return JaxSession(program, **options)
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            f"the {backend} backend needs the package {error.name!r}. "
+            f"Install it with: pip install 'duomesh[{backend}]'."
+        ) from error
+    raise BackendError(f"there is no backend {backend!r}; use one of {', '.join(BACKENDS)}.")
+
+
+class Model:
+    """A model on a backend, with its weights."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.spec = session.program.spec
+
+    def load(self, source: str | Path | ModelSource) -> Model:
+        """Takes the weights of a checkpoint directory. Raises SpecError if it describes another model."""
+        found = source if isinstance(source, ModelSource) else open_model(source)
+        if found.spec != self.spec:
+            raise SpecError(f"{found.name} describes another model than this one; build from it instead.")
+        self.session.load_params(found.params())
+        return self
+
+    def params(self) -> Params:
+        """(canonical name, array in the compute dtype), in the program's order."""
+        return self.session.params()
+
+    def loss_and_grads(self, batches: Batch | Sequence[Batch]) -> tuple[float, dict[str, Array]]:
+        """The mean loss over the targets of one step's batches, and its gradients by canonical name."""
+        return self.session.loss_and_grads([batches] if isinstance(batches, Batch) else batches)
+
+    def logits(self, tokens: Array) -> Array:
+        """[B, S] ids -> [B, S, V]."""
+        return self.session.logits(tokens)
+
+    def generate(self, prompt: Sequence[int], *, max_new_tokens: int, stop: Iterable[int] = ()) -> list[int]:
+        """Greedy continuation of a prompt's ids, the prompt left out."""
+        from duomesh.core.generate import greedy
+
+        return list(greedy(self.session, prompt, max_new_tokens=max_new_tokens, stop=stop))
+
+    def export_hf(self, directory: str | Path, *, dtype: str | None = None, overwrite: bool = False) -> None:
+        """Writes a directory that transformers loads."""
+        from duomesh.converters.hf.writer import export_hf
+
+        export_hf(Path(directory), self.spec, self.params(), dtype=dtype, overwrite=overwrite)
+
+
+def build(
+    model: str | Path | ModelSpec,
+    *,
+    backend: str,
+    dtype: ComputeDType = "float32",
+    device: str | None = None,
+    compile: bool = False,
+    seed: int = 0,
+) -> Model:
+    """Opens a model and loads it on a backend; a preset's or spec's weights are drawn from `seed`."""
+    source = open_model(model, seed=seed)
+    session = new_session(source.spec, backend=backend, dtype=dtype, device=device, compile=compile)
+    return Model(session).load(source)
+
+
+def explain(model: str | Path | ModelSpec, *, seq: int | None = None) -> str:
+    """What the model computes: its programs, op by op, as text."""
+    return explain_program(build_program(open_model(model).spec), seq=seq)

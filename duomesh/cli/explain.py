@@ -1,0 +1,27 @@
+"""`duomesh explain MODEL`: what a model computes, op by op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from duomesh.api import explain
+
+__all__ = ["Args", "run"]
+
+
+@dataclass(frozen=True)
+class Args:
+    """Print a model's programs: values with their logical axes, ops, weights and axis signatures."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """A preset's name or a checkpoint directory."""
+    seq: int | None = None
+    """Sequence length of the operation count; the model's own context if left out."""
+
+
+def run(args: Args) -> int:
+    print(explain(args.model, seq=args.seq))
+    return 0

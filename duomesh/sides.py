@@ -1,0 +1,105 @@
+"""The sides that `verify` can compare: a backend, or transformers, with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from duomesh.api import BACKENDS, ModelSource, new_session, open_model
+from duomesh.core.batch import Batch
+from duomesh.core.errors import ConfigError, SpecError
+from duomesh.core.ir.build import build_program
+from duomesh.core.session import ComputeDType
+from duomesh.core.verify.run import Side, Tracer, VerifyReport, random_batch, verify_sides
+
+__all__ = ["make_side", "verify"]
+
+_OPTIONS = ("device", "model")
+
+
+@dataclass(frozen=True)
+class _Words:
+    """A side as written: `torch`, `jax:device=cpu`, `torch:model=DIR`."""
+
+    text: str
+    framework: str
+    options: dict[str, str]
+
+
+def _parse(text: str) -> _Words:
+    framework, _, rest = text.partition(":")
+    frameworks = (*BACKENDS, "hf")
+    if framework not in frameworks:
+        raise ConfigError(f"side {text!r}: {framework!r} is not one of {', '.join(frameworks)}.")
+    options: dict[str, str] = {}
+    for word in filter(None, rest.split(",")):
+        key, equals, value = word.partition("=")
+        if key not in _OPTIONS or not equals or not value:
+            raise ConfigError(
+                f"side {text!r}: {word!r} is not one of the options {', '.join(f'{o}=...' for o in _OPTIONS)}."
+            )
+        options[key] = value
+    if framework == "hf" and "device" in options:
+        raise ConfigError(f"side {text!r}: the hf side runs on the cpu only.")
+    return _Words(text, framework, options)
+
+
+def make_side(text: str, source: ModelSource) -> Side:
+    """A side from its words. `model=DIR` takes its weights, and its conventions, from another checkpoint.
+
+    Raises:
+        ConfigError: the words are not a side. SpecError: the other checkpoint's model has other shapes.
+    """
+    words = _parse(text)
+    if "model" in words.options:
+        other = open_model(words.options["model"])
+        ours, theirs = (build_program(s.spec).params for s in (source, other))
+        if {n: p.shape for n, p in ours.items()} != {n: p.shape for n, p in theirs.items()}:
+            raise SpecError(f"side {text!r}: its model has other parameters or shapes than {source.name}.")
+        source = other
+
+    def open_side(dtype: str) -> Tracer:
+        if words.framework == "hf":
+            from duomesh.converters.hf.oracle import HfOracle
+
+            return HfOracle(source.spec, source.params(), dtype=dtype)
+        session = new_session(
+            source.spec,
+            backend=words.framework,
+            dtype=cast(ComputeDType, dtype),
+            device=words.options.get("device"),
+        )
+        session.load_params(source.params())
+        return session
+
+    return Side(text, words.framework, words.framework != "hf", open_side)
+
+
+def verify(
+    model: str | ModelSource,
+    sides: Sequence[str],
+    *,
+    dtype: str = "float32",
+    grads: bool = True,
+    batch: Batch | None = None,
+    batch_size: int = 2,
+    seq: int = 64,
+    seed: int = 0,
+    perturb: float = 0.1,
+) -> VerifyReport:
+    """Runs the same weights and tokens through each side and compares with the first.
+
+    Args:
+        model: a preset's name, a checkpoint directory, or a source.
+        sides: such as ["torch", "jax", "hf"].
+        dtype: compute dtype of all sides.
+        batch: what to run; None draws `batch_size` samples of `seq` random ids.
+        perturb: noise on a preset's norm weights and biases: with gains of one and biases of zero a fault in
+            them would not show.
+    """
+    source = model if isinstance(model, ModelSource) else open_model(model, seed=seed, perturb=perturb)
+    made = [make_side(text, source) for text in sides]
+    batch = batch or random_batch(source.spec.vocab_size, batch=batch_size, seq=seq, seed=seed)
+    program = build_program(source.spec)
+    return verify_sides(made, program, batch, model=source.name, dtype=dtype, grads=grads)

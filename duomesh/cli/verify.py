@@ -63,6 +63,7 @@ def run(args: Args) -> int:
         publish_file(args.json, report.to_json().encode())
     console = Console(soft_wrap=True)
     console.print(f"{report.model}  {args.dtype}  batch {report.batch}  sequence {report.seq}")
+    console.print("difference: to the reference side; error: to the reference side in fp64, which the bound limits")
     for comparison in report.comparisons:
         _show(console, comparison, show_all=args.all)
     _conclude(console, report)
@@ -75,36 +76,40 @@ def _place(row: Row) -> tuple[str, str]:
     return row.kind, ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
 
 
-def _worst(rows: tuple[Row, ...]) -> list[tuple[str, Row, int]]:
-    """For each place in order, the row nearest to (or furthest beyond) its bound, and how many rows it stands for."""
+def _worst(rows: tuple[Row, ...]) -> list[tuple[str, Row]]:
+    """For each place in order, the row nearest to (or furthest beyond) its bound."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault(_place(row), []).append(row)
     out = []
     for (_, place), members in groups.items():
         worst = max(members, key=lambda row: row.error / row.bound if row.bound else row.error * float("inf"))
-        out.append((place, worst, len(members)))
+        out.append((place, worst))
     return out
 
 
 def _show(console: Console, comparison: Comparison, *, show_all: bool) -> None:
-    table = Table(title=f"{comparison.side} against {comparison.reference}", title_justify="left", box=None)
+    table = Table(
+        title=f"{comparison.side} against {comparison.reference}", title_justify="left", box=None, padding=(0, 1, 0, 0)
+    )
     columns: tuple[tuple[str, Literal["left", "right"]], ...] = (
         ("", "left"),
         ("where", "left"),
-        ("tensors", "right"),
-        ("worst", "left"),
+        ("worst tensor", "left"),
+        ("difference", "right"),
         ("error", "right"),
         ("bound", "right"),
         ("", "left"),
     )
     for title, justify in columns:
         table.add_column(title, justify=justify, no_wrap=True)
-    entries = [(_place(r)[1], r, 1) for r in comparison.rows] if show_all else _worst(comparison.rows)
-    for place, row, count in entries:
+    entries = [(_place(r)[1], r) for r in comparison.rows] if show_all else _worst(comparison.rows)
+    for place, row in entries:
         mark = "[green]ok[/]" if row.passed else "[bold red]differs[/]"
         local = row.name.removeprefix(place).lstrip(".") or row.name
-        table.add_row(row.kind, place, str(count), local, f"{row.error:.2e}", f"{row.bound:.2e}", mark)
+        table.add_row(
+            row.kind, place, str(count), local, f"{row.difference:.2e}", f"{row.error:.2e}", f"{row.bound:.2e}", mark
+        )
     console.print()
     console.print(table)
 
@@ -122,6 +127,6 @@ def _conclude(console: Console, report: VerifyReport) -> None:
             f"[bold red]failed[/]  {names}: the first difference is {row.kind} {row.name}{index}", highlight=False
         )
         console.print(
-            f"        relative error {row.error:.3e}, bound {row.bound:.3e}; "
+            f"        difference {row.difference:.3e}, error {row.error:.3e}, bound {row.bound:.3e}; "
             f"{comparison.reference} has {row.reference:.9g}, {comparison.side} has {row.got:.9g}"
         )

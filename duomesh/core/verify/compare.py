@@ -22,10 +22,19 @@ _ABSENT: Array = np.empty(0)  # no tensor has this shape: the difference is infi
 
 @dataclass(frozen=True)
 class Row:
-    """One compared tensor. `index` is where the largest error is; `reference` and `got` are the values there."""
+    """One compared tensor.
+
+    Attributes:
+        difference: relative error against the reference side.
+        error: relative error against the reference side's float64 run; `difference` again where there is none.
+            This is what the bound limits: both sides round, and a side must not be judged by the other's rounding.
+        bound: the largest `error` that passes.
+        index: where the largest difference is; `reference` and `got` are the values there.
+    """
 
     kind: Literal["value", "loss", "gradient"]
     name: str
+    difference: float
     error: float
     bound: float
     index: tuple[int, ...] = ()
@@ -55,9 +64,9 @@ class Comparison:
         return next((row for row in self.rows if not row.passed), None)
 
     def largest(self, kind: str, name: str | None = None) -> Row | None:
-        """The row of a kind (and name) with the largest error."""
+        """The row of a kind (and name) with the largest difference."""
         rows = [row for row in self.rows if row.kind == kind and name in (None, row.name)]
-        return max(rows, key=lambda row: row.error, default=None)
+        return max(rows, key=lambda row: row.difference, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,19 +113,21 @@ def relative_error(reference: Array, got: Array, *, floor: float = 0.0) -> tuple
     return (largest / scale if scale > 0 else float("inf")), index
 
 
-def _own_errors(trace: Trace, truth: Trace | None, floor: float) -> dict[tuple[str, str], float]:
-    """Errors that the reference makes in its own dtype, by (kind, name)."""
-    if truth is None:
-        return {}
-    out = {("value", n): relative_error(truth.values[n], v)[0] for n, v in trace.values.items()}
-    out |= {("gradient", n): relative_error(truth.grads[n], g, floor=floor)[0] for n, g in trace.grads.items()}
-    out["loss", "loss"] = abs(trace.loss - truth.loss) / max(abs(truth.loss), 1e-300)
-    return out
-
-
 def _floor(grads: Mapping[str, Array]) -> float:
     largest = max((float(np.abs(g.astype(np.float64)).max(initial=0.0)) for g in grads.values()), default=0.0)
     return _GRADIENT_FLOOR * largest
+
+
+def _mean_error(trace: Trace, truth: Trace) -> float:
+    """What rounding does to the loss, from the tokens' losses: their largest error over the root of their number.
+
+    The loss is one number, and its own error may be zero by luck; a mean of N independent errors is not.
+    """
+    name = "loss.token_loss"
+    if name not in trace.values:
+        return 0.0
+    error, _ = relative_error(truth.values[name], trace.values[name])
+    return float(error / np.sqrt(max(trace.values[name].size, 1)))
 
 
 def compare_traces(
@@ -137,22 +148,29 @@ def compare_traces(
             the last norm and logits), only shared names are compared; otherwise a missing one is a difference.
     """
     (reference_name, a), (side_name, b) = reference, side
+    c = truth or a
     floor = _floor(a.grads)
-    own = _own_errors(a, truth, floor)
     rows: list[Row] = []
 
-    def add(kind: Literal["value", "loss", "gradient"], quantity: Quantity, name: str, x: Array, y: Array) -> None:
-        error, index = relative_error(x, y, floor=floor if kind == "gradient" else 0.0)
-        limit = bounds.of(quantity, own.get((kind, name), 0.0))
+    def add(
+        kind: Literal["value", "loss", "gradient"], quantity: Quantity, name: str, *, x: Array, y: Array, z: Array
+    ) -> None:
+        """x: the reference's tensor, y: the side's, z: the truth."""
+        smallest = floor if kind == "gradient" else 0.0
+        difference, index = relative_error(x, y, floor=smallest)
+        error, _ = relative_error(z, y, floor=smallest)
+        own_error, _ = relative_error(z, x, floor=smallest)
+        if kind == "loss":
+            own_error = max(own_error, _mean_error(a, c))
         has_element = x.shape == y.shape and x.size > 0
         values = (float(x[index]), float(y[index])) if has_element else (float("nan"), float("nan"))
-        rows.append(Row(kind, name, error, limit, index, *values))
+        rows.append(Row(kind, name, difference, error, bounds.of(quantity, own_error), index, *values))
 
     for name, value in a.values.items():
         if name != "loss.loss_sum" and (exposes_all or name in b.values):  # the loss has a row of its own
             quantity: Quantity = "logits" if name.startswith("head.") else "value"
-            add("value", quantity, name, value, b.values.get(name, _ABSENT))
-    add("loss", "loss", "loss", np.asarray(a.loss), np.asarray(b.loss))
+            add("value", quantity, name, x=value, y=b.values.get(name, _ABSENT), z=c.values[name])
+    add("loss", "loss", "loss", x=np.asarray(a.loss), y=np.asarray(b.loss), z=np.asarray(c.loss))
     for name in reversed(list(a.grads)):
-        add("gradient", "gradient", name, a.grads[name], b.grads.get(name, _ABSENT))
+        add("gradient", "gradient", name, x=a.grads[name], y=b.grads.get(name, _ABSENT), z=c.grads[name])
     return Comparison(reference_name, side_name, tuple(rows))

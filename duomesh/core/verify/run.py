@@ -80,6 +80,7 @@ def _row(row: Row | None) -> dict[str, Any] | None:
     return {
         "kind": row.kind,
         "name": row.name,
+        "difference": _number(row.difference),
         "error": _number(row.error),
         "bound": row.bound,
         "index": list(row.index),
@@ -89,19 +90,19 @@ def _row(row: Row | None) -> dict[str, Any] | None:
 
 
 def _comparison(c: Comparison) -> dict[str, Any]:
-    def error(kind: str, name: str | None = None) -> float | str | None:
+    def largest(kind: str, name: str | None = None) -> float | str | None:
         row = c.largest(kind, name)
-        return None if row is None else _number(row.error)
+        return None if row is None else _number(row.difference)
 
     last = next((row.name for row in reversed(c.rows) if row.kind == "value" and row.name.startswith("head.")), None)
     return {
         "reference": c.reference,
         "side": c.side,
         "passed": c.passed,
-        "loss_rel": error("loss"),
-        "logits_max_rel": None if last is None else error("value", last),
-        "values_max_rel": error("value"),
-        "grads_max_rel": error("gradient"),
+        "loss_rel": largest("loss"),
+        "logits_max_rel": None if last is None else largest("value", last),
+        "values_max_rel": largest("value"),
+        "grads_max_rel": largest("gradient"),
         "first_difference": _row(c.first_difference),
         "rows": [_row(row) for row in c.rows],
     }

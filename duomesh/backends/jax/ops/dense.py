@@ -21,9 +21,32 @@ def wide(x: Array) -> Array:
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
+def _spread(weight: Array, like: Array) -> Array:
+    """A weight of the last dims, broadcast to `like` in its dtype.
+
+    The broadcast is done in the wide dtype, so that its transpose, the sum over tokens that makes the weight's
+    gradient, accumulates there: XLA sums bf16 in bf16.
+    """
+    return jnp.broadcast_to(wide(weight), like.shape).astype(like.dtype)
+
+
+@jax.custom_vjp
 def embedding(ids: Array, weight: Array) -> Array:
-    """[B, S] ids -> [B, S, H]."""
+    """[B, S] ids -> [B, S, H]. The gradient of a row that occurs many times is summed in the wide dtype."""
     return weight[ids]
+
+
+def _embedding_forward(ids: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return weight[ids], (ids, weight)
+
+
+def _embedding_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[None, Array]:
+    ids, weight = saved
+    zeros = jnp.zeros(weight.shape, wide(weight).dtype)
+    return None, zeros.at[ids].add(cotangent.astype(zeros.dtype)).astype(weight.dtype)
+
+
+embedding.defvjp(_embedding_forward, _embedding_backward)
 
 
 def scale(x: Array, *, factor: float) -> Array:
@@ -41,8 +64,9 @@ def norm(
     normed = x_wide * jax.lax.rsqrt(jnp.square(x_wide).mean(-1, keepdims=True) + eps)
     gain = weight if weight_offset == 0.0 else wide(weight) + weight_offset
     if cast == "before_weight":
-        out = normed.astype(x.dtype) * gain.astype(x.dtype)
-        return out if bias is None else out + bias
+        out = normed.astype(x.dtype)
+        out = out * _spread(gain.astype(x.dtype), out)
+        return out if bias is None else out + _spread(bias, out)
     out = normed * wide(gain)
     return (out if bias is None else out + wide(bias)).astype(x.dtype)
 
@@ -61,12 +85,12 @@ def linear(
     x = x.reshape(*lead, weight.shape[1])
     y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
     if bias is not None and all(biased):
-        y = y + bias
+        y = y + _spread(bias, y)
     rows = [prod(out) for out in outs]
     parts = jnp.split(y, np.cumsum(rows)[:-1], axis=-1)
     if bias is not None and not all(biased):
         pieces = iter(jnp.split(bias, np.cumsum([n for n, has in zip(rows, biased, strict=True) if has])[:-1]))
-        parts = [part + next(pieces) if has else part for part, has in zip(parts, biased, strict=True)]
+        parts = [part + _spread(next(pieces), part) if has else part for part, has in zip(parts, biased, strict=True)]
     return tuple(part.reshape(*lead, *out) for part, out in zip(parts, outs, strict=True))
 
 

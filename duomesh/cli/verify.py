@@ -107,9 +107,7 @@ def _show(console: Console, comparison: Comparison, *, show_all: bool) -> None:
     for place, row in entries:
         mark = "[green]ok[/]" if row.passed else "[bold red]differs[/]"
         local = row.name.removeprefix(place).lstrip(".") or row.name
-        table.add_row(
-            row.kind, place, str(count), local, f"{row.difference:.2e}", f"{row.error:.2e}", f"{row.bound:.2e}", mark
-        )
+        table.add_row(row.kind, place, local, f"{row.difference:.2e}", f"{row.error:.2e}", f"{row.bound:.2e}", mark)
     console.print()
     console.print(table)
 

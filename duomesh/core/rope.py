@@ -66,7 +66,8 @@ def _yarn(plain: npt.NDArray[np.float64], scaling: YarnScaling, rope: RopeSpec) 
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.rotary_dim - 1)
-    # a degenerate ramp becomes a step
-    width = max(high - low, 1e-3)
+    # A ramp of no width becomes a step. Ends in reverse (a context of less than one turn) stay so, as in the
+    # published code: checkpoints were trained with what it gives.
+    width = (high - low) or 1e-3
     interpolate = np.clip((np.arange(rope.rotary_dim // 2) - low) / width, 0.0, 1.0)
     return np.asarray(plain / scaling.factor * interpolate + plain * (1 - interpolate))

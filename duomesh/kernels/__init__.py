@@ -1,0 +1,1 @@
+"""Implementations of single ops: the numpy reference that decides what is right, and kernels for accelerators."""

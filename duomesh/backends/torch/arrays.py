@@ -23,7 +23,7 @@ def _is_foreign(name: str) -> bool:
 def to_tensor(array: Array) -> Tensor:
     """A CPU tensor; shares memory with the array where that is writable."""
     name = dtype_name(array.dtype)
-    array = np.ascontiguousarray(array)
+    array = np.asarray(array, order="C")  # ascontiguousarray would make a scalar one-dimensional
     if not array.flags.writeable:
         array = array.copy()
     if _is_foreign(name):

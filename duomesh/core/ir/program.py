@@ -89,13 +89,13 @@ class ModelProgram:
     @cached_property
     def placements(self) -> Mapping[str, Placement]:
         """Where each canonical parameter is stored, in the order of `params`."""
-        return {
+        places = {
             prefix + member.param.name: Placement(prefix + slot.name, member.start, member.stop)
             for prefix, program in self.steps
             for slot in program.slots.values()
             for member in slot.members
-            if prefix + member.param.name not in self.aliases
         }
+        return {name: places[name] for name in self.params}
 
     @property
     def num_params(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -46,7 +47,10 @@ def _decode(hint: Any, data: Any, path: str, error: type[DuomeshError]) -> Any:
 
 
 def _scalar(hint: Any, data: Any, path: str, error: type[DuomeshError]) -> Any:
-    if hint is float and isinstance(data, int) and not isinstance(data, bool):
+    if hint is float and isinstance(data, (int, float)) and not isinstance(data, bool):
+        # JSON as Python reads it has NaN and infinities; no description means one
+        if not abs(data) <= sys.float_info.max:
+            raise error(f"{path} is {data!r}; it must be finite.")
         return float(data)
     # bool is an int in Python, but not in a description
     if not isinstance(data, hint) or (isinstance(data, bool) and hint is not bool):
@@ -62,9 +66,10 @@ def _union(options: tuple[Any, ...], data: Any, path: str, error: type[DuomeshEr
         return _decode(rest[0], data, path, error)
     if isinstance(data, dict):  # dataclasses told apart by their `kind`
         by_kind: dict[Any, Any] = {getattr(option, "kind", None): option for option in rest}
-        chosen = by_kind.get(data.get("kind"))
+        given = data.get("kind")
+        chosen = by_kind.get(given) if isinstance(given, str) else None
         if chosen is None:
-            raise error(f"{path}.kind is {data.get('kind')!r}; it must be one of {', '.join(by_kind)}.")
+            raise error(f"{path}.kind is {given!r}; it must be one of {', '.join(by_kind)}.")
         return _dataclass(chosen, data, path, error)
     for option in rest:
         if isinstance(option, type) and not is_dataclass(option) and isinstance(data, option):

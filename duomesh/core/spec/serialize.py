@@ -26,13 +26,15 @@ def spec_from_dict(data: Any) -> ModelSpec:
     """The inverse of `spec_to_dict`. Raises SpecError with the path of the first field that does not fit."""
     if not isinstance(data, dict):
         raise SpecError(f"a model spec must be a table of fields, not {type(data).__name__}.")
+    if "blocks" in data:
+        raise SpecError("a model spec has no field 'blocks'; it has 'block_kinds' and 'layers'.")
     rest = dict(data)
     kinds, layers = rest.pop("block_kinds", None), rest.pop("layers", None)
     if not isinstance(kinds, list) or not isinstance(layers, list):
         raise SpecError("a model spec needs the lists 'block_kinds' and 'layers'.")
     blocks = [decode(BlockSpec, kind, path=f"block_kinds[{i}]") for i, kind in enumerate(kinds)]
     for i, layer in enumerate(layers):
-        if not isinstance(layer, int) or not 0 <= layer < len(blocks):
+        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(blocks):
             raise SpecError(f"layers[{i}] is {layer!r}; it must index one of the {len(blocks)} block_kinds.")
     spec: dict[str, Any] = {**rest, "blocks": [encode(blocks[layer]) for layer in layers]}
     return decode(ModelSpec, spec)

@@ -12,7 +12,7 @@ from duomesh.core.arrays import Array
 from duomesh.core.bounds import Quantity, bound
 from duomesh.core.session import Trace
 
-__all__ = ["Bounds", "Comparison", "Row", "compare_traces", "relative_error"]
+__all__ = ["Bounds", "Comparison", "Row", "compare_traces", "gradient_floor", "relative_error"]
 
 # max|ref| of a gradient counts as at least this share of the largest gradient: one that is zero but for rounding
 # (a key bias, say) has no digits to agree on.
@@ -113,7 +113,8 @@ def relative_error(reference: Array, got: Array, *, floor: float = 0.0) -> tuple
     return (largest / scale if scale > 0 else float("inf")), index
 
 
-def _floor(grads: Mapping[str, Array]) -> float:
+def gradient_floor(grads: Mapping[str, Array]) -> float:
+    """The size that a gradient counts as at least, given all gradients of the model."""
     largest = max((float(np.abs(g.astype(np.float64)).max(initial=0.0)) for g in grads.values()), default=0.0)
     return _GRADIENT_FLOOR * largest
 
@@ -149,7 +150,7 @@ def compare_traces(
     """
     (reference_name, a), (side_name, b) = reference, side
     c = truth or a
-    floor = _floor(a.grads)
+    floor = gradient_floor(a.grads)
     rows: list[Row] = []
 
     def add(

@@ -1,0 +1,245 @@
+"""One call of every op kind and convention, in float64, each beside the same function written with torch.
+
+Dims are pairwise distinct. Shape letters as in `core.ir.ops`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from duomesh.core.batch import IGNORE
+from duomesh.core.spec.model import ACTIVATIONS
+
+__all__ = ["OP_CASES", "Case", "torch_activation"]
+
+Array = npt.NDArray[Any]
+B, S, K, G, D, H, V = 2, 7, 3, 4, 6, 5, 11
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op call. `torch_form` is the same function written with torch, of (*inputs, *storage)."""
+
+    id: str
+    kind: str
+    inputs: tuple[Array | None, ...]
+    storage: tuple[Array | None, ...]
+    attrs: dict[str, Any]
+    torch_form: Callable[..., Any]
+    not_differentiated: tuple[int, ...] = ()  # operands whose cotangent is None
+
+    @property
+    def operands(self) -> tuple[Array | None, ...]:
+        return self.inputs + self.storage
+
+    @property
+    def differentiated(self) -> list[int]:
+        return [i for i, x in enumerate(self.operands) if x is not None and i not in self.not_differentiated]
+
+
+_rng = np.random.default_rng(20240)
+
+
+def _normal(*shape: int) -> Array:
+    return _rng.standard_normal(shape)
+
+
+def _norm(name: str, *, centered: bool, has_bias: bool, offset: float, cast: str) -> Case:
+    def torch_form(x: Any, weight: Any, bias: Any) -> Any:
+        import torch.nn.functional as F
+
+        gain = weight + offset
+        if centered:
+            return F.layer_norm(x, (H,), gain, bias, eps=0.01)
+        out = F.rms_norm(x, (H,), gain, eps=0.01)
+        return out if bias is None else out + bias
+
+    storage = (_normal(H), _normal(H) if has_bias else None)
+    attrs = {"centered": centered, "eps": 0.01, "weight_offset": offset, "cast": cast}
+    return Case(name, "norm", (_normal(B, S, K, H) + 0.5,), storage, attrs, torch_form)
+
+
+def _linear(name: str, *, outs: tuple[tuple[int, ...], ...], biased: tuple[bool, ...], ins: tuple[int, ...]) -> Case:
+    rows = [math.prod(out) for out in outs]
+    bias_rows = sum(n for n, has in zip(rows, biased, strict=True) if has)
+
+    def torch_form(x: Any, weight: Any, bias: Any) -> Any:
+        import torch.nn.functional as F
+
+        weights = weight.split(rows)
+        biases = [] if bias is None else list(bias.split([n for n, has in zip(rows, biased, strict=True) if has]))
+        flat = x.reshape(B, S, -1)
+        parts = [
+            F.linear(flat, w, biases.pop(0) if has else None).reshape(B, S, *out)
+            for w, has, out in zip(weights, biased, outs, strict=True)
+        ]
+        return tuple(parts)
+
+    storage = (_normal(sum(rows), math.prod(ins)), _normal(bias_rows) if bias_rows else None)
+    attrs = {"outs": outs, "biased": biased, "in_dims": len(ins)}
+    return Case(name, "linear", (_normal(B, S, *ins),), storage, attrs, torch_form)
+
+
+def _rope(name: str, *, heads: tuple[int, ...], pairs: int, pairing: str, compute: str) -> Case:
+    """torch form: pairs as complex numbers."""
+
+    def torch_form(x: Any, cos: Any, sin: Any) -> Any:
+        import torch
+
+        turn = torch.complex(cos, sin).reshape(B, S, *[1] * len(heads), pairs)
+        rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+        if pairing == "half":
+            z = torch.complex(rotated[..., :pairs], rotated[..., pairs:]) * turn
+            return torch.cat((z.real, z.imag, rest), -1)
+        z = torch.complex(rotated[..., ::2], rotated[..., 1::2]) * turn
+        return torch.cat((torch.view_as_real(z).flatten(-2), rest), -1)
+
+    angles = _rng.uniform(-50, 50, (B, S, pairs))
+    inputs = (_normal(B, S, *heads, D), 1.3 * np.cos(angles), 1.3 * np.sin(angles))
+    return Case(name, "rope", inputs, (), {"pairing": pairing, "compute": compute}, torch_form, (1, 2))
+
+
+def _attention(name: str, *, window: int | None, softcap: float | None, segments: bool, scale: float = 0.7) -> Case:
+    ids = np.sort(_rng.integers(0, 3, (B, S)), axis=1).astype(np.int32) if segments else None
+
+    def torch_form(q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
+        import torch
+        import torch.nn.functional as F
+
+        gap = torch.arange(S)[:, None] - torch.arange(S)
+        mask = (gap >= 0) & (gap < (window or S))
+        mask = mask.expand(B, 1, S, S)
+        if segment_ids is not None:
+            mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+        heads = q.reshape(B, S, K * G, D).transpose(1, 2)
+        keys, values = (x.repeat_interleave(G, dim=2).transpose(1, 2) for x in (k, v))
+        if softcap is None:
+            out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=mask, scale=scale)
+        else:
+            scores = torch.tanh(heads @ keys.transpose(-1, -2) * scale / softcap) * softcap
+            out = F.softmax(scores.masked_fill(~mask, -torch.inf), -1) @ values
+        return out.transpose(1, 2).reshape(B, S, K, G, D)
+
+    inputs = (_normal(B, S, K, G, D), _normal(B, S, K, D), _normal(B, S, K, D), ids)
+    attrs = {"scale": scale, "window": window, "softcap": softcap}
+    return Case(name, "attention", inputs, (), attrs, torch_form, (3,))
+
+
+def torch_activation(name: str) -> Callable[[Any], Any]:
+    import torch
+    import torch.nn.functional as F
+
+    return {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "quick_gelu": lambda x: F.silu(1.702 * x) / 1.702,
+        "relu": F.relu,
+        "relu2": lambda x: torch.where(x > 0, x**2, 0.0),
+        "sigmoid": F.sigmoid,
+        "tanh": F.tanh,
+    }[name]
+
+
+def _pointwise(name: str) -> list[Case]:
+    # wide enough that both tails are reached
+    return [
+        Case(
+            f"activation-{name}",
+            "activation",
+            (4 * _normal(B, S, H),),
+            (),
+            {"activation": name},
+            lambda x, name=name: torch_activation(name)(x),
+        ),
+        Case(
+            f"glu-{name}",
+            "glu",
+            (4 * _normal(B, S, H), _normal(B, S, H)),
+            (),
+            {"activation": name},
+            lambda gate, up: torch_activation(name)(gate) * up,
+        ),
+    ]
+
+
+def _torch_cross_entropy(logits: Any, labels: Any) -> Any:
+    import torch.nn.functional as F
+
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten().long(), reduction="none").view(B, S)
+
+
+def _torch_embedding(ids: Any, table: Any) -> Any:
+    import torch.nn.functional as F
+
+    return F.embedding(ids, table)
+
+
+def _torch_cap(x: Any) -> Any:
+    import torch
+
+    return 1.5 * torch.tanh(x / 1.5)
+
+
+def _torch_table(positions: Any, inv_freq: Any) -> Any:
+    import torch
+
+    turned = torch.polar(torch.full((B, S, 3), 1.2, dtype=torch.float64), positions[..., None] * inv_freq)
+    return turned.real, turned.imag
+
+
+_LABELS = _rng.integers(0, V, (B, S)).astype(np.int32)
+_LABELS[0, 2] = _LABELS[1, 5] = IGNORE
+
+OP_CASES = [
+    Case("embedding", "embedding", (_rng.integers(0, V, (B, S)),), (_normal(V, H),), {}, _torch_embedding, (0,)),
+    Case("scale", "scale", (_normal(B, S, H),), (), {"factor": 4.47}, lambda x: 4.47 * x),
+    _norm("rms", centered=False, has_bias=False, offset=0.0, cast="before_weight"),
+    _norm("rms-offset-bias", centered=False, has_bias=True, offset=1.0, cast="after_weight"),
+    _norm("layer", centered=True, has_bias=True, offset=0.0, cast="before_weight"),
+    _norm("layer-offset", centered=True, has_bias=False, offset=1.0, cast="after_weight"),
+    _linear("linear-one", outs=((V,),), biased=(False,), ins=(H,)),
+    _linear("linear-bias", outs=((V,),), biased=(True,), ins=(H,)),
+    _linear("linear-qkv", outs=((K, G, D), (K, D), (K, D)), biased=(False, False, False), ins=(H,)),
+    _linear("linear-qkv-some-biases", outs=((K, G, D), (K, D), (K, D)), biased=(True, False, True), ins=(H,)),
+    _linear("linear-o", outs=((H,),), biased=(True,), ins=(K, G, D)),
+    Case(
+        "rope_table",
+        "rope_table",
+        (_rng.integers(0, 4000, (B, S)), _rng.uniform(0, 1, 3)),
+        (),
+        {"attention_factor": 1.2},
+        _torch_table,
+        (0, 1),
+    ),
+    _rope("rope-q-half", heads=(K, G), pairs=3, pairing="half", compute="activation"),
+    _rope("rope-k-half-partial", heads=(K,), pairs=2, pairing="half", compute="fp32"),
+    _rope("rope-q-interleaved", heads=(K, G), pairs=3, pairing="interleaved", compute="fp32"),
+    _rope("rope-k-interleaved-partial", heads=(K,), pairs=1, pairing="interleaved", compute="activation"),
+    _attention("attention", window=None, softcap=None, segments=False),
+    # (a window of 1 has no gradient but rounding in q and k; the oracle's cases have one)
+    _attention("attention-window-2", window=2, softcap=None, segments=False),
+    _attention("attention-window-3", window=3, softcap=None, segments=False),
+    _attention("attention-segments", window=None, softcap=None, segments=True),
+    _attention("attention-softcap", window=None, softcap=0.8, segments=False),
+    _attention("attention-all", window=4, softcap=1.7, segments=True, scale=-1.1),
+    *[case for name in ACTIVATIONS for case in _pointwise(name)],
+    Case("add", "add", (_normal(B, S, H), _normal(B, S, H)), (), {}, lambda x, y: x + y),
+    Case("softcap", "softcap", (3 * _normal(B, S, H),), (), {"cap": 1.5}, _torch_cap),
+    Case("cross_entropy", "cross_entropy", (3 * _normal(B, S, V), _LABELS), (), {}, _torch_cross_entropy, (1,)),
+    Case(
+        "masked_sum",
+        "masked_sum",
+        (_normal(B, S), _rng.uniform(0, 2, (B, S))),
+        (),
+        {},
+        lambda x, m: (x * m).sum(),
+        (1,),
+    ),
+]

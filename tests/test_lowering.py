@@ -1,0 +1,317 @@
+"""Both lowerings against the numpy reference model: every op output, the loss, every gradient, three optimizer steps.
+
+The reference walks the same programs but shares no op, no autodiff and no optimizer with a backend; it is itself
+compared with a second oracle that does not know the IR (`test_oracle.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from spec_cases import CASES, attention, model
+
+from duomesh.api import new_session
+from duomesh.core.batch import IGNORE, Batch
+from duomesh.core.bounds import bound
+from duomesh.core.errors import BackendError, DataError
+from duomesh.core.init import initial_params
+from duomesh.core.ir.build import build_program
+from duomesh.core.ir.cost import longest_sum
+from duomesh.core.session import AdamW, Session, Trace
+from duomesh.core.spec.model import ModelSpec
+from duomesh.core.verify.compare import gradient_floor, relative_error
+from duomesh.kernels.reference.model import ReferenceModel
+
+Array = npt.NDArray[Any]
+BACKENDS = ("torch", "jax")
+CONFIG = AdamW(weight_decay=0.3, max_grad_norm=0.5)
+
+
+def make_batch(spec: ModelSpec, seed: int, *, segments: bool = False) -> Batch:
+    """3 samples of 11 tokens, with unequal numbers of targets and weights; the last id of the vocabulary occurs."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, spec.vocab_size, (3, 12)).astype(np.int32)
+    ids[1, 4] = spec.vocab_size - 1
+    labels = ids[:, 1:].copy()
+    labels[0, : 3 + seed % 4] = IGNORE
+    mask = rng.uniform(0.5, 2.0, labels.shape).astype(np.float32)
+    segment_ids = np.repeat([[0] * 4 + [1] * 7], 3, 0).astype(np.int32) if segments else None
+    positions = np.repeat([[*range(4), *range(7)]], 3, 0).astype(np.int32) if segments else None
+    return Batch(np.ascontiguousarray(ids[:, :-1]), labels, mask, positions, segment_ids)
+
+
+def parameters(spec: ModelSpec) -> dict[str, Array]:
+    return dict(initial_params(build_program(spec), seed=3, perturb=0.3))
+
+
+@lru_cache
+def reference(spec: ModelSpec, *, segments: bool = False) -> tuple[dict[str, Array], float, dict[str, Array]]:
+    """Values of one batch; loss and gradients of a step of two."""
+    params = {name: array.astype(np.float64) for name, array in parameters(spec).items()}
+    oracle = ReferenceModel(build_program(spec), params)
+    batches = [make_batch(spec, 0, segments=segments), make_batch(spec, 1, segments=segments)]
+    return oracle.forward(batches[0]), *oracle.loss_and_grads(batches)
+
+
+def session(spec: ModelSpec, backend: str, dtype: Any = "float64") -> Session:
+    made = new_session(spec, backend=backend, dtype=dtype, device="cpu")
+    made.load_params(parameters(spec).items())
+    return made
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_value_and_gradient_in_float64(name: str, backend: str) -> None:
+    spec = CASES[name]
+    values, _, _ = reference(spec)
+    made = session(spec, backend)
+    batch = make_batch(spec, 0)
+    trace = made.trace(batch, grads=True)
+    ops = [prefix + out for prefix, program in made.program.steps for op in program.ops for out in op.outputs]
+    assert list(trace.values) == ops
+    for value, got in trace.values.items():
+        assert relative_error(values[value], got)[0] <= bound("value", "float64"), value
+    oracle = ReferenceModel(made.program, {n: p.astype(np.float64) for n, p in parameters(spec).items()})
+    loss, grads = oracle.loss_and_grads([batch])
+    assert abs(trace.loss - loss) <= bound("loss", "float64") * abs(loss)
+    assert list(trace.grads) == list(made.program.params)
+    for parameter, want in grads.items():
+        error, index = relative_error(want, trace.grads[parameter], floor=gradient_floor(grads))
+        assert error <= bound("gradient", "float64"), (parameter, index)
+
+
+def numpy_adamw(
+    params: dict[str, Array], gradients: Callable[[dict[str, Array]], dict[str, Array]], lrs: list[float]
+) -> Iterator[tuple[dict[str, Array], float]]:
+    """(parameters, gradient norm) after each step; arXiv:1711.05101, algorithm 2, with clipping."""
+    first = {n: np.zeros_like(p) for n, p in params.items()}
+    second = {n: np.zeros_like(p) for n, p in params.items()}
+    for t, lr in enumerate(lrs, 1):
+        grads = gradients(params)
+        norm = float(np.sqrt(sum(float((g * g).sum()) for g in grads.values())))
+        clip = min(1.0, CONFIG.max_grad_norm / norm) if CONFIG.max_grad_norm else 1.0
+        for n, g in grads.items():
+            first[n] = CONFIG.beta1 * first[n] + (1 - CONFIG.beta1) * clip * g
+            second[n] = CONFIG.beta2 * second[n] + (1 - CONFIG.beta2) * (clip * g) ** 2
+            m, v = first[n] / (1 - CONFIG.beta1**t), second[n] / (1 - CONFIG.beta2**t)
+            decay = CONFIG.weight_decay if g.ndim > 1 else 0.0
+            params[n] = params[n] - lr * (m / (np.sqrt(v) + CONFIG.eps) + decay * params[n])
+        yield dict(params), norm
+
+
+STEP_CASES = ("qkv_bias_tied", "some_biases", "window", "layer_norm", "two_rotary_tables", "embedding_scale")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", STEP_CASES)
+def test_three_optimizer_steps_in_float64(name: str, backend: str) -> None:
+    """Two micro-batches a step with different numbers of targets, clipping in force, decay on matrices only."""
+    spec = CASES[name]
+    made = session(spec, backend)
+    made.init_optimizer(CONFIG)
+    batches = [make_batch(spec, 0), make_batch(spec, 1)]
+    start = {n: p.astype(np.float64) for n, p in parameters(spec).items()}
+
+    def gradients(params: dict[str, Array]) -> dict[str, Array]:
+        return ReferenceModel(made.program, params).loss_and_grads(batches)[1]
+
+    lrs = [1e-2, 3e-2, 2e-2]
+    want: dict[str, Array] = {}
+    for lr, (want, norm) in zip(lrs, numpy_adamw(start, gradients, lrs), strict=True):  # noqa: B007 (used below)
+        result = made.train_step(batches, lr)
+        assert not result.is_skipped
+        assert abs(result.grad_norm - norm) <= bound("global_norm", "float64") * norm
+    got = dict(made.params())
+    for parameter, value in want.items():
+        assert relative_error(value, got[parameter])[0] <= bound("updated_parameter", "float64"), parameter
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("segments", [False, True], ids=["plain", "packed"])
+def test_accumulated_loss_and_gradients(backend: str, segments: bool) -> None:
+    """C067: each target has the same weight in a step, however it is cut into micro-batches."""
+    spec = CASES["window"]
+    _, loss, grads = reference(spec, segments=segments)
+    made = session(spec, backend)
+    got_loss, got = made.loss_and_grads([make_batch(spec, i, segments=segments) for i in (0, 1)])
+    assert abs(got_loss - loss) <= bound("loss", "float64") * abs(loss)
+    for parameter, want in grads.items():
+        assert relative_error(want, got[parameter], floor=gradient_floor(grads))[0] <= bound("gradient", "float64")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp32_is_within_its_own_rounding(backend: str) -> None:
+    """One-device fp32 against the float64 reference, within 8 u sqrt(K)."""
+    spec = CASES["gqa"]
+    made = session(spec, backend, "float32")
+    batch = make_batch(spec, 0)
+    trace = made.trace(batch, grads=True)
+    values, _, _ = reference(spec)
+    terms = longest_sum(made.program, batch=3, seq=11)
+    for name, value in trace.values.items():
+        quantity = "logits" if name.startswith("head.") else "value"
+        limit = bound(quantity, "float32", terms=terms)
+        assert relative_error(values[name], value)[0] <= limit, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c093_bf16_gradients_accumulate_in_fp32(backend: str) -> None:
+    """Micro-batches with gradients 256 and 1 make 257, which bf16 would round to 256.
+
+    Only the head is linear in the hidden state, so its gradient is scaled exactly through the loss mask.
+    """
+    spec = model(attention(), attention())
+    made = session(spec, backend, "bfloat16")
+    one = make_batch(spec, 0)
+
+    def weighted(weight: float) -> Batch:
+        return Batch(one.tokens, one.labels, np.full(one.labels.shape, weight, np.float32))
+
+    _, ones = made.loss_and_grads([weighted(1.0)])
+    _, sums = made.loss_and_grads([weighted(256.0), weighted(1.0)])
+    for name, grad in sums.items():
+        assert grad.dtype == np.float32, name
+        # both denominators are powers of two apart from 257, so the sum is the single gradient up to bf16 of each part
+        assert np.isfinite(grad).all(), name
+    name = "head.weight"
+    largest = np.unravel_index(np.abs(ones[name].astype(np.float64)).argmax(), ones[name].shape)
+    assert sums[name][largest] != sums[name].astype(ones[name].dtype).astype(np.float32)[largest]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bf16_keeps_an_fp32_master(backend: str) -> None:
+    """Updates far below one bf16 step add up in the master; compute weights are the master rounded."""
+    spec = CASES["gqa"]
+    made = session(spec, backend, "bfloat16")
+    made.init_optimizer(AdamW(weight_decay=0.0))
+    before = {n: p.astype(np.float32) for n, p in made.params()}
+    for _ in range(3):
+        made.train_step([make_batch(spec, 0)], 1e-6)
+    masters = {name: array for group, name, array in made.optimizer_state() if group == "master"}
+    for name, compute in made.params():
+        assert masters[name].dtype == np.float32
+        assert (masters[name] != before[name]).any(), name
+        assert np.array_equal(masters[name].astype(compute.dtype), compute), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_state_survives_a_move_bit_for_bit(backend: str, dtype: str) -> None:
+    """Saving and loading optimizer state, on either backend, changes no bit."""
+    spec = CASES["qkv_bias_tied"]
+    made = session(spec, backend, dtype)
+    made.init_optimizer(CONFIG)
+    for _ in range(2):
+        made.train_step([make_batch(spec, 0)], 1e-3)
+    state = list(made.optimizer_state())
+    params = dict(made.params())
+    for other in BACKENDS:
+        target = new_session(spec, backend=other, dtype=dtype, device="cpu")  # type: ignore[arg-type]
+        target.load_optimizer_state(CONFIG, made.optimizer_step_count(), iter(state))
+        assert target.optimizer_step_count() == 2
+        for (group, name, array), (group2, name2, array2) in zip(state, target.optimizer_state(), strict=True):
+            assert (group, name) == (group2, name2)
+            assert array.dtype == array2.dtype and array.tobytes() == array2.tobytes(), (other, group, name)
+        for name, array in target.params():
+            assert array.tobytes() == params[name].tobytes(), (other, name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameters_survive_a_round_trip_bit_for_bit(backend: str) -> None:
+    spec = CASES["some_biases"]
+    made = session(spec, backend, "float32")
+    for (name, array), (name2, array2) in zip(parameters(spec).items(), made.params(), strict=True):
+        assert name == name2 and array.tobytes() == array2.tobytes(), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_without_targets_or_with_a_nan_changes_nothing(backend: str) -> None:
+    spec = CASES["gqa"]
+    made = session(spec, backend, "float32")
+    made.init_optimizer(CONFIG)
+    made.train_step([make_batch(spec, 0)], 1e-3)
+    before = [(g, n, a.tobytes()) for g, n, a in made.optimizer_state()]
+    batch = make_batch(spec, 0)
+    empty = Batch(batch.tokens, np.full_like(batch.labels, IGNORE))
+    assert made.train_step([empty], 1e-3).is_skipped
+    bad = Batch(batch.tokens, batch.labels, np.where(batch.labels == 5, np.nan, 1.0).astype(np.float32) * np.nan)
+    result = made.train_step([bad], 1e-3)
+    assert result.is_skipped
+    assert [(g, n, a.tobytes()) for g, n, a in made.optimizer_state()] == before
+    assert made.optimizer_step_count() == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mistakes_are_named(backend: str) -> None:
+    spec = CASES["gqa"]
+    made = new_session(spec, backend=backend, device="cpu")
+    params = parameters(spec)
+    with pytest.raises(BackendError, match=r"1 tensors are missing: params head\.weight"):
+        made.load_params((n, p) for n, p in params.items() if n != "head.weight")
+    with pytest.raises(BackendError, match=r"layers.0.mlp.up.weight has shape \(20, 28\); this model needs \(28, 20\)"):
+        made.load_params((n, p.T if n == "layers.0.mlp.up.weight" else p) for n, p in params.items())
+    with pytest.raises(BackendError, match="'nonsense' is not part of this model"):
+        made.load_params([("nonsense", np.zeros(3, np.float32))])
+    with pytest.raises(BackendError, match="init_optimizer"):
+        made.train_step([make_batch(spec, 0)], 1e-3)
+    made.load_params(params.items())
+    batch = make_batch(spec, 0)
+    with pytest.raises(DataError, match="token id 37 is outside the model's vocabulary of 37 rows"):
+        made.eval_loss(Batch(np.full_like(batch.tokens, 37), batch.labels))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_evaluation_and_logits_agree_with_the_trace(backend: str) -> None:
+    spec = CASES["gqa"]
+    made = session(spec, backend)
+    batch = make_batch(spec, 0)
+    trace: Trace = made.trace(batch, grads=False)
+    assert not trace.grads
+    total, weight = made.eval_loss(batch)
+    assert abs(total / weight - trace.loss) <= bound("loss", "float64") * trace.loss
+    assert relative_error(trace.values["head.logits"], made.logits(batch.tokens))[0] <= bound("logits", "float64")
+
+
+def test_generated_source_names_every_op_and_layers_of_a_kind_share_it() -> None:
+    from duomesh.backends.torch.session import TorchSession
+
+    made = TorchSession(build_program(CASES["window"]), device="cpu")
+    first, second, third = made.model.layers
+    assert type(first) is not type(second) is not type(third)
+    for op in made.program.blocks[0].ops:
+        assert f"ops.{op.kind}(" in first.source
+        assert all(name.replace(".", "_") in first.source for name in op.outputs)
+    plain = TorchSession(build_program(CASES["gqa"]), device="cpu")
+    assert type(plain.model.layers[0]) is type(plain.model.layers[1])
+
+
+def test_casting_a_torch_model_leaves_its_rotary_constants_alone() -> None:
+    """C088: `module.bfloat16()` must not round frequencies."""
+    from duomesh.backends.torch.session import TorchSession
+
+    made = TorchSession(build_program(CASES["gqa"]), device="cpu")
+    before = made.model.embed.constant("rope0.inv_freq").clone()
+    after = made.model.bfloat16().embed.constant("rope0.inv_freq")
+    assert str(after.dtype) == "torch.float32" and bool((before == after).all())
+
+
+def test_deep_jax_models_trace_no_more_ops_than_shallow_ones() -> None:
+    """Equal layers are scanned: the traced program does not grow with depth."""
+    import jax
+
+    from duomesh.backends.jax.session import JaxSession
+
+    def size(layers: int) -> int:
+        spec = model(*[attention(), attention(window=4)] * (layers // 2))
+        made = JaxSession(build_program(spec), device="cpu")
+        shapes = {n: jax.ShapeDtypeStruct(s, np.float32) for n, s in made.model.shapes.items()}
+        ids = np.zeros((1, 5), np.int32)
+        inputs = {"tokens": ids, "positions": ids, "segment_ids": None}
+        return str(jax.make_jaxpr(made.model.__call__)(shapes, inputs)).count("dot_general")
+
+    assert size(4) == size(32)

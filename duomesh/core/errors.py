@@ -14,6 +14,7 @@ __all__ = [
     "OutputError",
     "SpecError",
     "TensorFileError",
+    "TrainingError",
 ]
 
 
@@ -51,3 +52,7 @@ class DataError(DuomeshError):
 
 class OutputError(DuomeshError):
     """An output cannot be written where the user asked."""
+
+
+class TrainingError(DuomeshError):
+    """A run cannot go on: its loss or gradients are not finite."""

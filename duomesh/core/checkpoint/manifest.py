@@ -1,0 +1,131 @@
+"""manifest.json: what a checkpoint holds, as frozen dataclasses and strict JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from duomesh.core.errors import CheckpointError
+from duomesh.core.session import AdamW, ComputeDType
+from duomesh.core.spec.codec import decode, encode
+from duomesh.core.spec.model import ModelSpec
+from duomesh.core.spec.serialize import spec_from_dict, spec_to_dict
+
+__all__ = ["MANIFEST", "Manifest", "Shard", "StoredTensor", "TrainingState", "read_manifest"]
+
+MANIFEST = "manifest.json"
+_FORMAT = "duomesh-checkpoint"
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """The progress of a run; together with the tensors it is all that a resume needs.
+
+    step: steps made, skipped ones included. optimizer_step_count: updates made (the t of AdamW).
+    consumed_samples: place in the endless sequence of samples, which `data_fingerprint` identifies.
+    """
+
+    step: int
+    optimizer_step_count: int
+    num_skipped: int
+    consumed_samples: int
+    consumed_tokens: int
+    data_fingerprint: str
+    data_seed: int
+    model_seed: int
+    compute_dtype: ComputeDType
+    optimizer: AdamW
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A slice of a tensor in one file: its place in the global tensor, its shape and the blake2b of its bytes."""
+
+    file: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    checksum: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A global tensor and the slices that tile it."""
+
+    group: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """A file and its size, which tells a truncated copy from a whole one without reading it."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything but the tensors' data.
+
+    written_by: backend and library version, for people. training: None for weights without an optimizer.
+    config: the effective configuration as JSON values, {} if there is none.
+    """
+
+    spec: ModelSpec
+    written_by: str
+    training: TrainingState | None
+    config: dict[str, Any]
+    files: tuple[StoredFile, ...]
+    tensors: tuple[StoredTensor, ...]
+
+    def to_json(self) -> str:
+        data = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "written_by": self.written_by,
+            "training": encode(self.training),
+            "config": self.config,
+            "spec": spec_to_dict(self.spec),
+            "files": encode(self.files),
+            "tensors": encode(self.tensors),
+        }
+        return json.dumps(data, indent=1)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises CheckpointError if the folder is no checkpoint of this format, or its manifest is damaged."""
+    path = folder / MANIFEST
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{folder} is no complete checkpoint: cannot read {path}: {error.strerror}.") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}. The checkpoint is damaged.") from None
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} does not describe a duomesh checkpoint.")
+    if data.get("version") != _VERSION:
+        raise CheckpointError(
+            f"{path} has format version {data.get('version')!r}; this release reads version {_VERSION}."
+        )
+    missing = [key for key in ("written_by", "training", "config", "spec", "files", "tensors") if key not in data]
+    if missing or not isinstance(data["config"], dict):
+        raise CheckpointError(f"{path} lacks a usable {(missing or ['config'])[0]!r}. The checkpoint is damaged.")
+    training = data["training"]
+    return Manifest(
+        spec=spec_from_dict(data["spec"]),
+        written_by=str(data["written_by"]),
+        training=None if training is None else _part(TrainingState, training, path, "training"),
+        config=data["config"],
+        files=_part(tuple[StoredFile, ...], data["files"], path, "files"),
+        tensors=_part(tuple[StoredTensor, ...], data["tensors"], path, "tensors"),
+    )
+
+
+def _part(kind: Any, data: Any, path: Path, field: str) -> Any:
+    return decode(kind, data, path=f"{path}: {field}", error=CheckpointError)

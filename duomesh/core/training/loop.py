@@ -1,0 +1,198 @@
+"""The training loop. It drives any backend through `core.session.Session` and knows nothing else of it.
+
+Progress is counted in samples and steps. A step is one call of the optimizer over `global_batch_size` samples,
+however many micro-batches they are cut into. A skipped step (no target, or a gradient that is not finite) changes
+no weight and no moment; it does consume its samples and its place in the learning-rate schedule.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from duomesh.core.batch import Batch
+from duomesh.core.checkpoint import TrainingState, checkpoint_path, find_fault, keep_last, write_checkpoint
+from duomesh.core.data.sampler import Sampler
+from duomesh.core.errors import TrainingError
+from duomesh.core.session import Session, StepResult
+from duomesh.core.spec.codec import encode
+from duomesh.core.training.config import TrainConfig
+from duomesh.core.training.interrupt import Interrupt
+from duomesh.core.training.metrics import CheckpointRow, Row, StepRow, ValidationRow
+from duomesh.core.training.resume import checkpoints_in
+from duomesh.core.training.schedule import learning_rate
+
+__all__ = ["Progress", "TrainingData", "evaluate", "train"]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Samples to train on, samples to validate on if there are any, and which text they are."""
+
+    train: Sampler
+    validation: Sampler | None
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is. Skipped steps are part of `step`."""
+
+    step: int = 0
+    num_skipped: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+
+    def after(self, result: StepResult, batches: Sequence[Batch]) -> Progress:
+        return Progress(
+            self.step + 1,
+            self.num_skipped + result.is_skipped,
+            self.consumed_samples + sum(len(batch.tokens) for batch in batches),
+            self.consumed_tokens + sum(batch.tokens.size for batch in batches),
+        )
+
+
+def train(
+    session: Session,
+    data: TrainingData,
+    config: TrainConfig,
+    progress: Progress,
+    log: Callable[[Row], None],
+    interrupt: Interrupt,
+) -> Progress:
+    """Trains until the last step, `train.stop_step`, or an interrupt, and leaves a checkpoint of where it ended.
+
+    Args:
+        session: holds weights and optimizer state that belong to `progress`.
+        log: receives every row of the record.
+
+    Returns:
+        The progress made.
+
+    Raises:
+        TrainingError: `train.max_skipped` steps were skipped in a row.
+        OutputError: a checkpoint cannot be written.
+    """
+    run = config.train
+    last_step = run.stop_step or run.steps
+    saved_step, skipped_in_a_row = progress.step, 0
+
+    while progress.step < last_step and interrupt.signal is None:
+        began = time.perf_counter()
+        step = progress.step + 1
+        batches = data.train.batches(progress.consumed_samples, run.global_batch_size, run.micro_batch_size)
+        rate = learning_rate(step, run.steps, config.optimizer)
+        result = session.train_step(batches, rate)
+        log(_step_row(step, rate, result, batches, time.perf_counter() - began, run.backend))
+
+        skipped_in_a_row = skipped_in_a_row + 1 if result.is_skipped else 0
+        if skipped_in_a_row == run.max_skipped:
+            ids = data.train.sample_ids(progress.consumed_samples, run.global_batch_size)
+            raise TrainingError(_explain_skips(session, batches, ids.tolist(), step, skipped_in_a_row))
+        progress = progress.after(result, batches)
+
+        is_last = step == last_step
+        if data.validation is not None and (is_last or _is_due(step, run.eval_every)):
+            log(evaluate(session, data.validation, run.eval_batches, run.micro_batch_size, step))
+        if is_last or _is_due(step, run.checkpoint_every):
+            log(_save(session, data, config, progress))
+            saved_step = step
+
+    if progress.step > saved_step:
+        log(_save(session, data, config, progress))
+    return progress
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _step_row(
+    step: int, rate: float, result: StepResult, batches: Sequence[Batch], seconds: float, backend: str
+) -> StepRow:
+    tokens = sum(batch.tokens.size for batch in batches)
+    return StepRow(
+        step=step,
+        time=time.time(),
+        loss=result.loss,
+        lr=rate,
+        grad_norm=result.grad_norm,
+        tokens=tokens,
+        tokens_per_s=tokens / max(seconds, 1e-9),
+        step_s=seconds,
+        backend=backend,
+        is_skipped=result.is_skipped,
+    )
+
+
+def evaluate(
+    session: Session, samples: Sampler, num_batches: int, micro_batch_size: int, step: int = 0
+) -> ValidationRow:
+    """The mean loss over all targets of the first `num_batches` batches, -1 for the whole set.
+
+    Sums and counts are added up before dividing, so a ragged last batch weighs what it holds. It is filled up with
+    rows without targets: a shape that occurs once would be compiled for one use.
+    """
+    count = samples.num_samples if num_batches == -1 else min(samples.num_samples, num_batches * micro_batch_size)
+    loss_sum = weight_sum = 0.0
+    for first in range(0, count, micro_batch_size):
+        ids = samples.sample_ids(first, min(micro_batch_size, count - first))
+        batch_loss, weight = session.eval_loss(samples.batch(ids, rows=micro_batch_size))
+        loss_sum, weight_sum = loss_sum + batch_loss, weight_sum + weight
+    mean = loss_sum / weight_sum if weight_sum else math.nan
+    return ValidationRow(step=step, time=time.time(), loss=mean, samples=count, tokens=count * samples.seq_len)
+
+
+def _save(session: Session, data: TrainingData, config: TrainConfig, progress: Progress) -> CheckpointRow:
+    """Publishes a checkpoint, then removes those beyond `train.keep`."""
+    began = time.perf_counter()
+    root = checkpoints_in(config.train.output)
+    target = checkpoint_path(root, progress.step)
+    state = TrainingState(
+        step=progress.step,
+        optimizer_step_count=session.optimizer_step_count(),
+        num_skipped=progress.num_skipped,
+        consumed_samples=progress.consumed_samples,
+        consumed_tokens=progress.consumed_tokens,
+        data_fingerprint=data.fingerprint,
+        data_seed=config.data.seed,
+        model_seed=config.train.seed,
+        compute_dtype=session.compute_dtype,
+        optimizer=config.optimizer.adamw,
+    )
+    write_checkpoint(
+        target,
+        session.program.spec,
+        session.optimizer_state(),
+        training=state,
+        config=encode(config),
+        written_by=config.train.backend,
+        # a damaged one of the same step, which the resume passed over, is replaced
+        overwrite=target.exists() and find_fault(target) is not None,
+    )
+    keep_last(root, config.train.keep)
+    return CheckpointRow(step=progress.step, time=time.time(), path=str(target), seconds=time.perf_counter() - began)
+
+
+def _explain_skips(session: Session, batches: Sequence[Batch], sample_ids: list[int], step: int, count: int) -> str:
+    """Looks for the culprit: the samples whose loss is not finite, and the first parameter whose gradient is not."""
+    rows = len(batches[0].tokens)
+    bad = [
+        sample_ids[i * rows : (i + 1) * rows]
+        for i, batch in enumerate(batches)
+        if not math.isfinite(session.eval_loss(batch)[0])
+    ]
+    ids = [i for group in bad for i in group] or sample_ids
+    if not any(batch.weights.any() for batch in batches):
+        reason = "no sample has a target"
+    else:
+        _, grads = session.loss_and_grads(batches)
+        names = [name for name, grad in grads.items() if not math.isfinite(float(abs(grad.astype("float64")).max()))]
+        what = f"the gradient of {names[0]} and of {len(names) - 1} more" if names else "the gradient's global norm"
+        reason = f"{what} is not finite" + (", nor is the loss of these samples" if bad else "")
+    return (
+        f"{count} steps in a row were skipped, up to step {step}: {reason} (samples {', '.join(map(str, ids))}). "
+        "Weights are as they were before. Lower optimizer.lr, lengthen the warm-up, or look at these samples."
+    )

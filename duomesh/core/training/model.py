@@ -1,0 +1,76 @@
+"""Which model a run trains: a spec with numbers changed by the configuration, and where its weights come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from duomesh.core.arrays import Array
+from duomesh.core.errors import ConfigError
+from duomesh.core.spec.model import BlockSpec, ModelSpec
+from duomesh.core.spec.serialize import spec_to_dict
+from duomesh.core.training.config import ModelConfig
+
+__all__ = ["Model", "change_spec", "spec_differences"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A spec and the weights that a run starts from, under canonical names; None leaves the session's own."""
+
+    spec: ModelSpec
+    weights: Callable[[], Iterator[tuple[str, Array]]] | None = None
+
+
+def change_spec(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
+    """The spec with every number that [model] gives. Raises SpecError or ConfigError if they do not fit together."""
+    blocks = tuple(_change_block(block, config) for block in _layers(spec, config.num_layers))
+    top = ("vocab_size", "hidden_size", "max_positions", "tie_embeddings", "init_std")
+    return replace(spec, blocks=blocks, **_given(config, *top))
+
+
+def _given(config: ModelConfig, *names: str) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+
+
+def _layers(spec: ModelSpec, num_layers: int | None) -> tuple[BlockSpec, ...]:
+    if num_layers is None or num_layers <= spec.num_layers:
+        return spec.blocks[:num_layers]
+    if len(set(spec.blocks)) > 1:
+        raise ConfigError(
+            f"model.num_layers={num_layers} would add layers to a model of {spec.num_layers} whose layers differ; "
+            f"use at most {spec.num_layers}."
+        )
+    return spec.blocks[:1] * num_layers
+
+
+def _change_block(block: BlockSpec, config: ModelConfig) -> BlockSpec:
+    changes = _given(config, "num_heads", "num_kv_heads", "head_dim")
+    rope = block.attention.rope
+    if rope is not None and config.head_dim is not None:
+        # the rotated share of a head is kept
+        changes["rope"] = replace(rope, rotary_dim=rope.rotary_dim * config.head_dim // block.attention.head_dim)
+    attention = replace(block.attention, **changes)
+    return replace(block, attention=attention, mlp=replace(block.mlp, **_given(config, "ffn_size")))
+
+
+def spec_differences(a: ModelSpec, b: ModelSpec) -> list[str]:
+    """Where two specs differ, one "path: value in a, value in b" each."""
+    left, right = _flatten(spec_to_dict(a), ""), _flatten(spec_to_dict(b), "")
+    names = dict.fromkeys([*left, *right])
+    return [
+        f"{name}: {left.get(name, 'absent')}, {right.get(name, 'absent')}"
+        for name in names
+        if left.get(name, "absent") != right.get(name, "absent")
+    ]
+
+
+def _flatten(value: Any, path: str) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        items = [(f"{path}.{key}" if path else str(key), item) for key, item in value.items()]
+    elif path == "block_kinds":
+        items = [(f"{path}[{i}]", item) for i, item in enumerate(value)]
+    else:
+        return {path: value}
+    return {name: leaf for key, item in items for name, leaf in _flatten(item, key).items()}

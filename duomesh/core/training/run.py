@@ -1,0 +1,215 @@
+"""A whole run: settings -> start, text, model, session -> loop -> report.
+
+Which directories can be read and which backends exist is not known here: a caller passes functions for both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from duomesh.core.data.corpus import Corpus, read_corpus
+from duomesh.core.data.sampler import Sampler
+from duomesh.core.data.tokenizer import Tokenizer, check_rows, load_tokenizer
+from duomesh.core.errors import CheckpointError, ConfigError, DataError, DuomeshError, OutputError
+from duomesh.core.session import Session
+from duomesh.core.spec.codec import encode
+from duomesh.core.spec.model import ModelSpec
+from duomesh.core.training.config import RunConfig, TrainConfig
+from duomesh.core.training.console import Console
+from duomesh.core.training.interrupt import Interrupt
+from duomesh.core.training.loop import Progress, TrainingData, train
+from duomesh.core.training.metrics import Metrics, Row, RunRow, read_rows
+from duomesh.core.training.model import Model, spec_differences
+from duomesh.core.training.report import installed_versions, write_report
+from duomesh.core.training.resolve import Resolved
+from duomesh.core.training.resume import Start, check_data, find_start
+
+__all__ = ["METRICS", "REPORT", "FindModel", "MakeSession", "Outcome", "run_training"]
+
+METRICS, REPORT = "metrics.jsonl", "report.html"
+
+FindModel = Callable[[TrainConfig], Model]
+MakeSession = Callable[[ModelSpec, RunConfig], Session]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to. signal: the one that ended it early, if any."""
+
+    progress: Progress
+    seconds: float
+    output: Path
+    checkpoint: Path | None
+    report: Path
+    signal: int | None
+
+
+def run_training(resolved: Resolved, find_model: FindModel, make_session: MakeSession, console: Console) -> Outcome:
+    """Trains as configured, from scratch or from the newest checkpoint of `train.output`.
+
+    Args:
+        find_model: the model and weights that a configuration means.
+        make_session: a session for a model; its own weights are replaced.
+        console: where notes and progress are shown.
+
+    Raises:
+        DuomeshError: anything that the user can act on; checkpoints that were written before stay.
+    """
+    start = find_start(resolved)
+    config = start.resolved.config
+    output = Path(config.train.output)
+    for note in start.notes:
+        console.note(note)
+    model = _find_model(start, find_model)
+    data = _load_data(start, model.spec, console)
+    _make_folder(output)
+
+    session = make_session(model.spec, config.train)
+    progress = _load_session(session, start, model)
+    metrics = Metrics(output / METRICS, progress.step)
+    began = time.perf_counter()
+
+    def log(row: Row) -> None:
+        metrics.write(row)
+        console.row(row)
+
+    def report() -> None:
+        write_report(output / REPORT, read_rows(output / METRICS), start.resolved, session.program)
+
+    try:
+        with Interrupt() as interrupt, console.running(progress.step, config.train):
+            log(_run_row(progress, config))
+            progress = train(session, data, config, progress, log, interrupt)
+    except DuomeshError:
+        # a run that failed is the one whose curve is looked at first; its own error is the one that counts
+        with suppress(OutputError):
+            report()
+        raise
+    report()
+    saved = [row["path"] for row in read_rows(output / METRICS) if row["kind"] == "checkpoint"]
+    return Outcome(
+        progress=progress,
+        seconds=time.perf_counter() - began,
+        output=output,
+        checkpoint=Path(saved[-1]) if saved else None,
+        report=output / REPORT,
+        signal=interrupt.signal,
+    )
+
+
+def _run_row(progress: Progress, config: TrainConfig) -> RunRow:
+    return RunRow(
+        step=progress.step,
+        time=time.time(),
+        backend=config.train.backend,
+        dtype=config.train.dtype,
+        versions=installed_versions(),
+    )
+
+
+def _make_folder(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {output}: {error.strerror}. Choose another train.output.") from None
+
+
+def _find_model(start: Start, find_model: FindModel) -> Model:
+    """The configured model; at resume it must be that of the checkpoint, whose weights then count."""
+    config, checkpoint = start.resolved.config, start.checkpoint
+    if checkpoint is None:
+        if config.model.preset is None and config.model.path is None:
+            raise ConfigError("no model is named; set model.preset or model.path.")
+        return find_model(config)
+    if encode(config.model) != checkpoint.config.get("model"):
+        differences = spec_differences(find_model(config).spec, checkpoint.spec)
+        if differences:
+            raise CheckpointError(
+                f"the configured model is not that of {checkpoint.path}: {'; '.join(differences[:8])} "
+                "(configured, checkpoint). A model cannot change at resume: restore [model], or start in another "
+                "train.output."
+            )
+    return Model(checkpoint.spec)
+
+
+def _load_data(start: Start, spec: ModelSpec, console: Console) -> TrainingData:
+    config = start.resolved.config
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    check_rows(tokenizer, spec.vocab_size)
+    corpus = _read(config, tokenizer)
+    console.note(_describe(corpus, tokenizer))
+    for note in check_data(start, corpus.fingerprint):
+        console.note(note)
+    data = config.data
+    samples = Sampler(corpus.train, data.seq_len, seed=data.seed, shuffle=data.shuffle)
+    places = config.train.steps * config.train.global_batch_size
+    console.note(
+        f"{samples.num_samples:,} samples of {data.seq_len} tokens; {config.train.steps:,} steps are "
+        f"{places / samples.num_samples:.2f} epochs"
+    )
+    return TrainingData(samples, _validation(start, corpus, console), corpus.fingerprint)
+
+
+def _read(config: TrainConfig, tokenizer: Tokenizer) -> Corpus:
+    data = config.data
+    return read_corpus(
+        data.paths,
+        tokenizer,
+        patterns=data.patterns,
+        append_eos=data.append_eos,
+        validation_paths=data.validation_paths,
+        validation_fraction=data.validation_fraction,
+        validation_split=data.validation_split,
+    )
+
+
+def _describe(corpus: Corpus, tokenizer: Tokenizer) -> str:
+    skipped = ", ".join(f"{count} {reason}" for reason, count in corpus.skipped.items())
+    documents = "1 document" if corpus.num_documents == 1 else f"{corpus.num_documents:,} documents"
+    return (
+        f"{documents}, {len(corpus.train):,} tokens ({tokenizer.name}); "
+        f"{len(corpus.validation):,} tokens for validation" + (f"; files skipped: {skipped}" if skipped else "")
+    )
+
+
+def _validation(start: Start, corpus: Corpus, console: Console) -> Sampler | None:
+    """Validation samples in the text's order; None if there are too few tokens for one.
+
+    Raises:
+        DataError: there are too few, and evaluation was asked for.
+    """
+    config, sources = start.resolved.config, start.resolved.sources
+    if config.train.eval_batches == 0:
+        return None
+    try:
+        return Sampler(corpus.validation, config.data.seq_len, shuffle=False)
+    except DataError:
+        message = (
+            f"validation has {len(corpus.validation)} tokens, but one sample of data.seq_len={config.data.seq_len} "
+            f"needs {config.data.seq_len + 1}"
+        )
+        asked = [name for name in ("train.eval_every", "train.eval_batches") if sources[name] != "default"]
+        if asked:
+            raise DataError(
+                f"{message}, and {asked[0]} asks for evaluation. Raise data.validation_fraction, name "
+                "data.validation_paths, or set train.eval_batches=0."
+            ) from None
+        console.note(f"no evaluation: {message}")
+        return None
+
+
+def _load_session(session: Session, start: Start, model: Model) -> Progress:
+    config, checkpoint = start.resolved.config, start.checkpoint
+    if checkpoint is None or checkpoint.training is None:
+        if model.weights is not None:
+            session.load_params(model.weights())
+        session.init_optimizer(config.optimizer.adamw)
+        return Progress()
+    state = checkpoint.training
+    with checkpoint:
+        session.load_optimizer_state(config.optimizer.adamw, state.optimizer_step_count, checkpoint.optimizer_state())
+    return Progress(state.step, state.num_skipped, state.consumed_samples, state.consumed_tokens)

@@ -63,7 +63,10 @@ def make_side(text: str, source: ModelSource) -> Side:
         if words.framework == "hf":
             from duomesh.converters.hf.oracle import HfOracle
 
-            return HfOracle(source.spec, source.params(), dtype=dtype)
+            if source.kind == "hf" and source.directory is not None:
+                # transformers reads the files itself: what our importer did to them is part of what is checked
+                return HfOracle.from_directory(source.directory, dtype=cast(ComputeDType, dtype))
+            return HfOracle(source.spec, source.params(), dtype=cast(ComputeDType, dtype))
         session = new_session(
             source.spec,
             backend=words.framework,

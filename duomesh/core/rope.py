@@ -1,8 +1,8 @@
 """Rotary frequencies of every scaling kind, computed once for both backends.
 
-Frequencies are rounded to float32: that is what checkpoints' own code multiplies positions with, and it makes
-the table a constant of the model rather than of a backend. Angles are formed in fp32, or in float64 in a
-float64 run, from these numbers.
+Frequencies are formed in float64 and rounded to float32 once. Checkpoints are run with float32 frequencies, and a
+constant of the model, rather than of a backend, is what both backends can share. Angles are formed from these
+numbers in fp32, or in float64 in a float64 run.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ class TensorDirectory:
         if not pickles:
             return f"{self.path} holds no *.safetensors file."
         return (
-            f"{self.path} holds only pickled weights ({_some(pickles)}). A pickle can run any code and is never opened; "
-            "convert them to safetensors first."
+            f"{self.path} holds only pickled weights ({_some(pickles)}). A pickle can run any code and is never "
+            "opened; convert them to safetensors first."
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,7 +24,7 @@ import numpy as np
 from duomesh.core.arrays import DTYPES, Array, dtype_name
 from duomesh.core.errors import TensorFileError
 
-__all__ = ["TensorFile", "TensorFileWriter", "TensorInfo", "header_bytes", "write_tensor_file"]
+__all__ = ["TensorFile", "TensorFileWriter", "TensorInfo", "header_capacity", "write_tensor_file"]
 
 _MAX_HEADER = 100_000_000  # the safetensors library refuses longer ones too
 _ALIGNMENT = 8
@@ -228,7 +228,7 @@ def _check_tiling(entries: Mapping[str, _Entry], buffer_size: int, path: Path) -
         raise TensorFileError(f"{path} has {buffer_size - position} bytes that belong to no tensor.")
 
 
-def header_bytes(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None) -> bytes:
+def _header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None) -> bytes:
     """The header of a file that holds these tensors in this order, padded so that its buffer is aligned."""
     out: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
@@ -240,6 +240,17 @@ def header_bytes(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str] | 
     return text + b" " * (-len(text) % _ALIGNMENT)
 
 
+def _info(array: Array) -> TensorInfo:
+    # an array in the other byte order is of the same dtype: it is written in the file's order
+    return TensorInfo(dtype_name(array.dtype.newbyteorder("=")), array.shape)
+
+
+def header_capacity(names: Iterable[str], metadata: Mapping[str, str] | None = None) -> int:
+    """Bytes that suffice for the header of any of these tensors, of up to six dims each."""
+    # a name, some 60 bytes of JSON, and eight numbers of up to 20 digits
+    return 64 + len(json.dumps(dict(metadata or {}))) + sum(len(json.dumps(name)) + 240 for name in names)
+
+
 class TensorFileWriter:
     """Writes tensors as they come, holding none of them, under a header whose size is reserved beforehand.
 
@@ -247,7 +258,7 @@ class TensorFileWriter:
     readers that view the buffer in place need every tensor aligned to its element.
 
     Args:
-        header_size: bytes to reserve, no fewer than `header_bytes` will need for what comes.
+        header_size: bytes to reserve, such as `header_capacity` of every tensor that may come.
     """
 
     def __init__(self, path: Path, header_size: int, metadata: Mapping[str, str] | None = None) -> None:
@@ -267,7 +278,7 @@ class TensorFileWriter:
             self._write(name, array)
 
     def _write(self, name: str, array: Array) -> None:
-        self._infos[name] = TensorInfo(dtype_name(array.dtype.newbyteorder("=")), array.shape)
+        self._infos[name] = _info(array)
         flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1)
         self._file.write(flat.view(np.uint8).data)
 
@@ -275,7 +286,7 @@ class TensorFileWriter:
         """Writes what was kept, then the header."""
         for name, array in sorted(self._late, key=lambda item: -item[1].dtype.itemsize):
             self._write(name, array)
-        header = header_bytes(self._infos, self._metadata)
+        header = _header(self._infos, self._metadata)
         assert len(header) <= self._header_size, "the reserved header is too short"
         self._file.seek(0)
         self._file.write(self._header_size.to_bytes(8, "little") + header.ljust(self._header_size))
@@ -309,8 +320,8 @@ def write_tensor_file(
     entries = {**(metadata or {}), **{_ALIAS + name: target for name, target in same.items()}}
     # the writer's own order, so that the reserved header is exact
     order = sorted(kept, key=lambda n: (kept[n].nbytes % _ALIGNMENT != 0, -kept[n].dtype.itemsize, n))
-    infos = {name: TensorInfo(dtype_name(kept[name].dtype), kept[name].shape) for name in order}
-    writer = TensorFileWriter(Path(path), len(header_bytes(infos, entries)), entries)
+    infos = {name: _info(kept[name]) for name in order}
+    writer = TensorFileWriter(Path(path), len(_header(infos, entries)), entries)
     try:
         for name in order:
             writer.add(name, kept[name])

@@ -10,6 +10,7 @@ from duomesh.api import Model, ModelSource, build, explain, new_session, open_mo
 from duomesh.core.batch import IGNORE, Batch
 from duomesh.core.errors import DuomeshError
 from duomesh.core.session import AdamW, Session
+from duomesh.sides import verify
 
 __version__ = "0.1.0"
 
@@ -26,4 +27,5 @@ __all__ = [
     "new_session",
     "open_model",
     "spec",
+    "verify",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from duomesh.core.arrays import Array
 from duomesh.core.batch import Batch
@@ -20,6 +20,9 @@ from duomesh.core.ir.build import build_program
 from duomesh.core.ir.listing import explain_program
 from duomesh.core.session import ComputeDType, Session
 from duomesh.core.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from duomesh.converters.hf.writer import ExportReport
 
 __all__ = ["BACKENDS", "Model", "ModelSource", "build", "explain", "new_session", "open_model"]
 
@@ -36,6 +39,8 @@ class ModelSource:
         kind: "preset" (weights are drawn), "hf" or "neutral".
         directory: where the weights are; None for a preset.
         params: makes an iterator of (canonical name, array in its stored dtype).
+        warnings: what the user should know of how it was read: a value that was missing and what was taken instead,
+            tensors that were ignored.
     """
 
     name: str
@@ -43,6 +48,7 @@ class ModelSource:
     spec: ModelSpec
     directory: Path | None
     params: Callable[[], Params]
+    warnings: tuple[str, ...] = ()
 
 
 def open_model(model: str | Path | ModelSpec, *, seed: int = 0, perturb: float = 0.0) -> ModelSource:
@@ -68,7 +74,7 @@ def open_model(model: str | Path | ModelSpec, *, seed: int = 0, perturb: float =
         from duomesh.converters.hf.reader import HfCheckpoint
 
         hf = HfCheckpoint(path)
-        return ModelSource(str(model), "hf", hf.spec, path, hf.params)
+        return ModelSource(str(model), "hf", hf.spec, path, hf.params, tuple(hf.warnings))
     if path.is_dir():
         raise CheckpointError(
             f"{model} holds neither a config.json (Hugging Face) nor a manifest.json (neutral checkpoint)."
@@ -156,11 +162,18 @@ class Model:
 
         return list(greedy(self.session, prompt, max_new_tokens=max_new_tokens, stop=stop))
 
-    def export_hf(self, directory: str | Path, *, dtype: str | None = None, overwrite: bool = False) -> None:
-        """Writes a directory that transformers loads."""
+    def export_hf(
+        self,
+        directory: str | Path,
+        *,
+        dtype: str | None = None,
+        tokenizer: str | Path | None = None,
+        overwrite: bool = False,
+    ) -> ExportReport:
+        """Writes a directory that transformers loads, with the tokenizer files of another directory if given."""
         from duomesh.converters.hf.writer import export_hf
 
-        export_hf(Path(directory), self.spec, self.params(), dtype=dtype, overwrite=overwrite)
+        return export_hf(directory, self.spec, self.params(), dtype=dtype, tokenizer_dir=tokenizer, overwrite=overwrite)
 
 
 def build(

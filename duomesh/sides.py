@@ -13,9 +13,10 @@ from duomesh.core.ir.build import build_program
 from duomesh.core.session import ComputeDType
 from duomesh.core.verify.run import Side, Tracer, VerifyReport, random_batch, verify_sides
 
-__all__ = ["make_side", "verify"]
+__all__ = ["PERTURB", "make_side", "verify"]
 
 _OPTIONS = ("device", "model")
+PERTURB = 0.1
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,6 @@ def verify(
     batch_size: int = 2,
     seq: int = 64,
     seed: int = 0,
-    perturb: float = 0.1,
 ) -> VerifyReport:
     """Runs the same weights and tokens through each side and compares with the first.
 
@@ -98,10 +98,10 @@ def verify(
         sides: such as ["torch", "jax", "hf"].
         dtype: compute dtype of all sides.
         batch: what to run; None draws `batch_size` samples of `seq` random ids.
-        perturb: noise on a preset's norm weights and biases: with gains of one and biases of zero a fault in
-            them would not show.
+        seed: of the ids, and of a preset's weights; norm weights and biases are drawn with noise, since with gains of
+            one and biases of zero a fault in them would not show.
     """
-    source = model if isinstance(model, ModelSource) else open_model(model, seed=seed, perturb=perturb)
+    source = model if isinstance(model, ModelSource) else open_model(model, seed=seed, perturb=PERTURB)
     made = [make_side(text, source) for text in sides]
     batch = batch or random_batch(source.spec.vocab_size, batch=batch_size, seq=seq, seed=seed)
     program = build_program(source.spec)

@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 RUN = Path("demo-run")
 EXPORT = RUN / "hf"
-STEPS = 400
+STEPS = 600
 
 
 def duomesh(*words: str) -> None:

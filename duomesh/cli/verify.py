@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,11 +11,12 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from duomesh.api import open_model
 from duomesh.core.errors import ConfigError
 from duomesh.core.publish import publish_file
 from duomesh.core.verify.compare import Comparison, Row
 from duomesh.core.verify.run import VerifyReport
-from duomesh.sides import verify
+from duomesh.sides import PERTURB, verify
 
 __all__ = ["Args", "run"]
 
@@ -50,8 +52,11 @@ def run(args: Args) -> int:
     for name in ("seq", "batch"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
+    source = open_model(args.model, seed=args.seed, perturb=PERTURB)
+    for warning in source.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     report = verify(
-        args.model,
+        source,
         args.sides,
         dtype=_DTYPES[args.dtype],
         grads=args.grads,

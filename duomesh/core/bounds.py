@@ -11,7 +11,7 @@ from typing import Literal
 
 __all__ = ["TINY_PARAMS", "Quantity", "bound"]
 
-Quantity = Literal["value", "logits", "loss", "gradient", "global_norm", "updated_parameter"]
+Quantity = Literal["value", "logits", "loss", "gradient", "global_norm", "updated_parameter", "loss_curve"]
 
 # float64 against float64: both sides compute the same sums in other orders.
 _FLOAT64 = {
@@ -21,11 +21,14 @@ _FLOAT64 = {
     "gradient": 1e-10,
     "global_norm": 1e-12,
     "updated_parameter": 1e-9,
+    "loss_curve": 1e-10,
 }
 # fp32 caps that no formula lifts, for models small enough that only a fault reaches them.
 _CAPS_FP32 = {"logits": 1e-5, "loss": 1e-6, "gradient": 1e-5}
 _CAP_FP32_GRADIENT_ACROSS = 1e-4
 _CAP_BF16 = 5e-2
+# Losses of a whole fp32 run: rounding that feeds back through dozens of updates, which no formula follows.
+_FP32_LOSS_CURVE = 1e-4
 TINY_PARAMS = 50_000_000
 
 
@@ -41,7 +44,7 @@ def bound(
     """The largest error that passes.
 
     Args:
-        quantity: what is compared.
+        quantity: what is compared; "loss_curve" is the loss at each step of a run of some dozens of steps.
         dtype: the compute dtype: "float64", "float32" or "bfloat16".
         terms: K, the longest chain of summed terms behind the quantity.
         own_error: error of the reference in this dtype against itself in a wider one (e_one).
@@ -56,6 +59,8 @@ def bound(
         return _FLOAT64[quantity]
     if dtype == "bfloat16":
         return min(2 * own_error, _CAP_BF16)
+    if quantity == "loss_curve":
+        return _FP32_LOSS_CURVE
     limit = max(4 * own_error, 8 * 2.0**-24 * sqrt(terms))
     cap = _CAPS_FP32.get(quantity)
     if quantity == "gradient" and across_frameworks:

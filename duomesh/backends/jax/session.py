@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from duomesh.backends.jax.lower import LoweredModel, Params
+from duomesh.backends.jax.module import FlaxModel
 from duomesh.backends.jax.optim import State, init_state, update
 from duomesh.core.arrays import DTYPES, Array
 from duomesh.core.batch import Batch, num_targets
@@ -27,11 +28,15 @@ __all__ = ["JaxSession"]
 
 
 def _device(name: str | None) -> jax.Device:
-    platform = {"cuda": "gpu"}.get(name or "", name)
+    """The device of that name, as "cpu" or "cuda:1"; None takes JAX's default. Raises BackendError."""
+    kind, _, index = (name or "").partition(":")
     try:
-        return jax.devices(platform)[0]
+        devices = jax.devices({"": None, "cuda": "gpu"}.get(kind, kind))
     except RuntimeError as error:
         raise BackendError(f"JAX has no device {name!r}: {error}. Use device='cpu'.") from None
+    if not (index.isdecimal() or not index) or int(index or 0) >= len(devices):
+        raise BackendError(f"device {name!r} was asked for, but JAX finds {len(devices)} of its kind.")
+    return devices[int(index or 0)]
 
 
 class JaxSession:
@@ -112,6 +117,11 @@ class JaxSession:
         with self._context():
             stored = self._compute_params()
         yield from self.model.unstack(stored)
+
+    def as_flax(self) -> FlaxModel:
+        """The model with its current weights as an nnx module; training one does not change the other."""
+        with self._context():
+            return FlaxModel(self.model, {name: jnp.copy(array) for name, array in self._compute_params().items()})
 
     # Forward and backward
 

@@ -40,6 +40,18 @@ def _exact_matmul() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def _device(name: str | None) -> torch.device:
+    """The device of that name; None takes a GPU if there is one. Raises BackendError."""
+    count = torch.cuda.device_count()
+    try:
+        device = torch.device(name or ("cuda" if count else "cpu"))
+    except RuntimeError:
+        raise BackendError(f"device {name!r} is not a name that torch knows. Use 'cpu' or 'cuda'.") from None
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise BackendError(f"device {name!r} was asked for, but torch finds {count} GPUs. Use device='cpu'.")
+    return device
+
+
 class TorchSession:
     """A lowered model on one device.
 
@@ -60,9 +72,7 @@ class TorchSession:
     ) -> None:
         self.program = program
         self.compute_dtype = compute_dtype
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise BackendError(f"device {device!r} was asked for, but torch finds no GPU. Use device='cpu'.")
+        self.device = _device(device)
         self.model = LoweredModel(program, TORCH_DTYPES[compute_dtype], self.device)
         self._wide = torch.float64 if compute_dtype == "float64" else torch.float32
         self._optimizer: Optimizer | None = None

@@ -315,3 +315,45 @@ def test_deep_jax_models_trace_no_more_ops_than_shallow_ones() -> None:
         return str(jax.make_jaxpr(made.model.__call__)(shapes, inputs)).count("dot_general")
 
     assert size(4) == size(32)
+
+
+def test_each_block_kind_compiles_once_without_a_graph_break() -> None:
+    """Six layers of two kinds, embed, head and loss are five graphs, and a second step compiles nothing."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    from duomesh.backends.torch.session import TorchSession
+
+    spec = model(*[attention(), attention(window=4)] * 3)
+    made = TorchSession(build_program(spec), device="cpu")
+    made.load_params(parameters(spec).items())
+    made.init_optimizer(CONFIG)
+    torch._dynamo.reset()
+    counters.clear()
+    for _, module in made.model.steps:
+        module.compile(fullgraph=True, dynamic=False, backend="eager")  # counts graphs without generating code
+    losses = [made.train_step([make_batch(spec, 0)], 1e-3).loss]
+    assert counters["stats"]["unique_graphs"] == 5
+    losses.append(made.train_step([make_batch(spec, 1)], 1e-3).loss)
+    assert counters["stats"]["unique_graphs"] == 5
+    assert sum(counters["graph_break"].values()) == 0
+    eager = session(spec, "torch", "float32")
+    eager.init_optimizer(CONFIG)
+    assert losses == [eager.train_step([make_batch(spec, i)], 1e-3).loss for i in (0, 1)]
+
+
+def test_a_jax_step_compiles_once() -> None:
+    from duomesh.backends.jax.session import JaxSession
+
+    spec = CASES["gqa"]
+    made = JaxSession(build_program(spec), device="cpu")
+    made.load_params(parameters(spec).items())
+    made.init_optimizer(CONFIG)
+    for i, lr in enumerate([1e-3, 2e-3, 0.0]):
+        made.train_step([make_batch(spec, i)], lr)
+    assert made._jitted["step"]._cache_size() == 1  # type: ignore[attr-defined]
+    state = list(made.optimizer_state())
+    made.load_optimizer_state(CONFIG, 3, state)
+    for i in (0, 1):
+        made.train_step([make_batch(spec, i)], 1e-3)
+    assert made._jitted["step"]._cache_size() == 1  # type: ignore[attr-defined]

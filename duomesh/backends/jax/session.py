@@ -189,7 +189,9 @@ class JaxSession:
     def init_optimizer(self, config: AdamW) -> None:
         with self._context():
             params = self._compute_params()
-            self._state = init_state({name: array.astype(self._wide) for name, array in params.items()})
+            state = init_state({name: array.astype(self._wide) for name, array in params.items()})
+            # placed like a step's results: an array that is not committed to a device would compile a second step
+            self._state = jax.device_put(state, self.device)
         self._params, self._config = None, config
 
     def _trained(self) -> tuple[State, AdamW]:
@@ -259,6 +261,7 @@ class JaxSession:
         loader.finish()
         with self._context():
             stored = {group: self._put(self.model.stack(groups.pop(group), self._wide)) for group in STATE_GROUPS}
-            self._state = State(count=jnp.asarray(step_count, jnp.int32), **stored)
+            count = jax.device_put(np.int32(step_count), self.device)
+            self._state = State(count=count, **stored)
         self._params, self._config = None, config
         self._jitted.pop("step", None)  # it was compiled for another configuration

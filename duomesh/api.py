@@ -1,7 +1,6 @@
 """What a user of the library touches: open a model from anywhere, build it on a backend, run it.
 
-model = dm.build("tiny-llama3", backend="torch", seed=0)
-model.load("path/to/Llama-3.2-1B")
+model = dm.build("path/to/Llama-3.2-1B", backend="torch")  # or a preset, whose weights are drawn from a seed
 loss, grads = model.loss_and_grads(batch)
 """
 
@@ -10,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from duomesh.core.arrays import Array
 from duomesh.core.batch import Batch
-from duomesh.core.errors import BackendError, CheckpointError, SpecError
+from duomesh.core.errors import BackendError, CheckpointError, ConfigError, SpecError
 from duomesh.core.init import initial_params
 from duomesh.core.ir.build import build_program
 from duomesh.core.ir.listing import explain_program
 from duomesh.core.session import ComputeDType, Session
 from duomesh.core.spec.model import ModelSpec
+from duomesh.core.spec.serialize import spec_differences
 
 if TYPE_CHECKING:
     from duomesh.converters.hf.writer import ExportReport
@@ -28,6 +28,8 @@ __all__ = ["BACKENDS", "Model", "ModelSource", "build", "explain", "new_session"
 
 Params = Iterator[tuple[str, Array]]
 BACKENDS = ("torch", "jax")
+# fields of a spec that no program depends on
+_NOT_COMPUTED = ("max_positions", "init_std", "init_scaled_output")
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,11 @@ def new_session(
 
     Raises:
         BackendError: the backend is unknown or not installed, or lacks the device.
+        ConfigError: the dtype is none that models are computed in.
     """
-    options = {"compute_dtype": dtype, "device": device, "compile": compile}
+    if dtype not in get_args(ComputeDType):
+        raise ConfigError(f"dtype {dtype!r} cannot be computed in; use one of {', '.join(get_args(ComputeDType))}.")
+    options: dict[str, Any] = {"compute_dtype": dtype, "device": device, "compile": compile}
     program = build_program(spec)
     try:
         if backend == "torch":
@@ -122,6 +127,8 @@ def new_session(
 
             return JaxSession(program, **options)
     except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "duomesh":
+            raise  # our own fault, not a package to install
         raise BackendError(
             f"the {backend} backend needs the package {error.name!r}. "
             f"Install it with: pip install 'duomesh[{backend}]'."
@@ -137,10 +144,18 @@ class Model:
         self.spec = session.program.spec
 
     def load(self, source: str | Path | ModelSource) -> Model:
-        """Takes the weights of a checkpoint directory. Raises SpecError if it describes another model."""
+        """Takes the weights of a checkpoint directory.
+
+        Raises SpecError if it describes a model that computes something else; context length and initialisation may
+        differ.
+        """
         found = source if isinstance(source, ModelSource) else open_model(source)
-        if found.spec != self.spec:
-            raise SpecError(f"{found.name} describes another model than this one; build from it instead.")
+        differences = [text for text in spec_differences(found.spec, self.spec) if not text.startswith(_NOT_COMPUTED)]
+        if differences:
+            raise SpecError(
+                f"{found.name} describes another model than this one: {'; '.join(differences[:4])} (there, here). "
+                "Build from it instead."
+            )
         self.session.load_params(found.params())
         return self
 

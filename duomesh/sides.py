@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from duomesh.api import BACKENDS, ModelSource, new_session, open_model
+from duomesh.core.arrays import DTYPES
 from duomesh.core.batch import Batch
 from duomesh.core.errors import ConfigError, SpecError
 from duomesh.core.ir.build import build_program
@@ -60,21 +61,24 @@ def make_side(text: str, source: ModelSource) -> Side:
             raise SpecError(f"side {text!r}: its model has other parameters or shapes than {source.name}.")
         source = other
 
-    def open_side(dtype: str) -> Tracer:
+    def open_side(dtype: str, weights: str) -> Tracer:
+        rounded = ((name, array.astype(DTYPES[weights])) for name, array in source.params())
         if words.framework == "hf":
             from duomesh.converters.hf.oracle import HfOracle
 
             if source.kind == "hf" and source.directory is not None:
                 # transformers reads the files itself: what our importer did to them is part of what is checked
-                return HfOracle.from_directory(source.directory, dtype=cast(ComputeDType, dtype))
-            return HfOracle(source.spec, source.params(), dtype=cast(ComputeDType, dtype))
+                return HfOracle.from_directory(
+                    source.directory, dtype=cast(ComputeDType, dtype), weights=cast(ComputeDType, weights)
+                )
+            return HfOracle(source.spec, rounded, dtype=cast(ComputeDType, dtype))
         session = new_session(
             source.spec,
             backend=words.framework,
             dtype=cast(ComputeDType, dtype),
             device=words.options.get("device"),
         )
-        session.load_params(source.params())
+        session.load_params(rounded)
         return session
 
     return Side(text, words.framework, words.framework != "hf", open_side)

@@ -80,7 +80,7 @@ class FakeSession:
         loader = StateLoader(self.program, ("params",))
         for name, array in params:
             loader.check("params", name, array.shape)
-            self.master[name] = array.astype(self.wide)
+            self.master[name] = array.astype(DTYPES[self.compute_dtype]).astype(self.wide)
         loader.finish()
         self.config = None
 
@@ -122,7 +122,13 @@ class FakeSession:
     def logits(self, tokens: Array) -> Array:
         return np.asarray(self._rounded("embed.weight")[tokens] @ self._rounded("head.weight").T)
 
-    def init_optimizer(self, config: AdamW) -> None:
+    def init_optimizer(self, config: AdamW, params: Iterable[tuple[str, Array]] | None = None) -> None:
+        if params is not None:
+            loader = StateLoader(self.program, ("params",))
+            for name, array in params:
+                loader.check("params", name, array.shape)
+                self.master[name] = array.astype(self.wide)
+            loader.finish()
         self.config, self.count = config, 0
         self.moments = tuple({n: np.zeros_like(a) for n, a in self.master.items()} for _ in range(2))  # type: ignore
 

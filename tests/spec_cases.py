@@ -69,6 +69,7 @@ CASES: dict[str, ModelSpec] = {
     ),
     "qk_norm": model(attention(qk_norm=NormSpec(eps=1e-3))),
     "window": model(attention(window=4), BLOCK, attention(window=1)),
+    "repeated_pattern": model(*[attention(window=3), BLOCK] * 2),
     "softcaps": model(attention(softcap=1.5), logit_softcap=2.5),
     "scale": model(attention(scale=0.61)),
     "no_rope": model(attention(rope=None)),

@@ -29,7 +29,7 @@ def write_files(folder: Path, texts: dict[str, str | bytes]) -> Path:
 
 def hf_tokenizer(folder: Path, num_base: int, num_added: int, eos: str | None = None) -> Path:
     """A word tokenizer of `num_base` words and `num_added` added tokens."""
-    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the tokenizers library")
     words = {f"w{i}": i for i in range(num_base)}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -84,7 +84,7 @@ def test_c132_missing_end_token_is_found_before_work(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, "{", '{"model": 3}'])
 def test_unusable_tokenizer_directory_is_named(tmp_path: Path, content: str | None) -> None:
-    pytest.importorskip("tokenizers")
+    pytest.importorskip("tokenizers", reason="needs the tokenizers library")
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(DataError, match=r"tokenizer\.json"):

@@ -108,7 +108,12 @@ def test_both_dialects_of_a_model_give_one_spec(case: str) -> None:
     assert (old.dialect, new.dialect, new.dtype) == ("v4", "v5", "float32")
 
 
+UNSAID: dict[str, Any] = dict.fromkeys(
+    ("tie_word_embeddings", "hidden_act", "rms_norm_eps", "rope_theta", "max_position_embeddings", "sliding_window"),
+    ...,
+)
 FILES = {
+    **{f"{name} defaults": config(model_type=name, **UNSAID) for name in FAMILIES},
     "llama": config(),
     "llama biases": config(attention_bias=True, mlp_bias=True),
     "llama kv null": config(num_key_value_heads=None, head_dim=None),
@@ -173,6 +178,7 @@ def test_transformers_reads_the_same_model(case: str) -> None:
         assert relative_error(*factors) <= bound("value", "float64")
     norms = {m.variance_epsilon for name, m in model.named_modules() if hasattr(m, "variance_epsilon")}
     assert norms == {read.spec.final_norm.eps}
+    assert read.spec.blocks[0].mlp.activation == HF_ACTIVATIONS[model.config.hidden_act]
     assert read.spec.tie_embeddings == model.config.tie_word_embeddings
 
 
@@ -430,7 +436,7 @@ def test_c030_every_norm_has_the_eps_of_the_file() -> None:
     spec = read_config(config(model_type="qwen3", rms_norm_eps=1e-3)).spec
     norms = [op for _, program in build_program(spec).steps for op in program.ops if op.kind == "norm"]
     assert len(norms) == 2 * 4 + 1
-    assert {op.kwargs["eps"] for op in norms} == {1e-3}
+    assert {dict(op.attrs)["eps"] for op in norms} == {1e-3}
     assert write_config(spec)["rms_norm_eps"] == 1e-3
 
 

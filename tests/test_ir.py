@@ -51,7 +51,7 @@ def check_program(program: Program) -> None:
 def check_op(program: Program, op: Op) -> None:
     """The op fits its kind, and its signature names the axes that its operands have."""
     kind = KINDS[op.kind]
-    assert set(op.kwargs) == set(kind.attrs)
+    assert {name for name, _ in op.attrs} == set(kind.attrs)
     hash(op)  # attributes are frozen all the way down
     inputs = [None if name is None else program.values[name] for name in op.inputs]
     for operand, names in zip(inputs, op.signature.inputs, strict=False):
@@ -81,12 +81,14 @@ def check_slots(program: Program) -> None:
         assert slot.shape[0] == stop
         assert len({member.param.shape[1:] for member in slot.members}) == 1
         assert len({member.param.is_decayed for member in slot.members}) == 1
-    for op, names in program.calls:
-        if op.kind == "linear":
-            outs, biased = op.kwargs["outs"], op.kwargs["biased"]
+    for call in program.calls:
+        kind = KINDS[call.op.kind]
+        assert set(call.kwargs) == {*kind.attrs, *kind.derived}
+        if call.op.kind == "linear":
+            outs, biased = call.kwargs["outs"], call.kwargs["biased"]
             assert isinstance(outs, tuple) and isinstance(biased, tuple)
             rows = [prod(out) for out in outs]  # type: ignore[arg-type]
-            weight, bias = names
+            weight, bias = call.slots
             assert weight is not None and program.slots[weight].shape[0] == sum(rows)
             biased_rows = sum(n for n, has in zip(rows, biased, strict=True) if has)
             assert biased_rows == (0 if bias is None else program.slots[bias].shape[0])
@@ -164,7 +166,7 @@ def test_c063_the_number_of_layers_built_is_that_asked_for(num_layers: int) -> N
     program = build_program(model(*(kinds[n % 2] for n in range(num_layers)), vocab_size=30 + num_layers))
     wanted = num_layers if num_layers > 1 else 2  # `model` doubles a single block
     prefixes = [prefix for prefix, _ in program.steps]
-    assert prefixes == ["embed.", *(f"layers.{n}." for n in range(wanted)), "head.", "loss."]
+    assert prefixes == ["embed.", "tables.", *(f"layers.{n}." for n in range(wanted)), "head.", "loss."]
     assert {name.split(".")[1] for name in program.params if name.startswith("layers.")} == {
         str(n) for n in range(wanted)
     }
@@ -179,17 +181,18 @@ def test_each_layer_keeps_its_own_attributes() -> None:
     windows, tables = [], []
     for kind in program.layers:
         ops = {op.name: op for op in program.blocks[kind].ops}
-        windows.append(ops["attention.core"].kwargs["window"])
+        windows.append(dict(ops["attention.core"].attrs)["window"])
         tables.append(ops["attention.q_rope"].inputs[1])
     assert windows == [4, None, 4, None]
     assert tables == ["rope0.cos", "rope0.cos", "rope0.cos", "rope1.cos"]
-    second = next(c for c in program.embed.constants if c.name == "rope1.inv_freq")
+    second = next(c for c in program.tables.constants if c.name == "rope1.inv_freq")
     np.testing.assert_array_equal(second.data, np.float32(77.0 ** (-np.arange(0, 8, 2) / 8)))
 
 
 def test_equal_specs_are_built_once() -> None:
     assert build_program(model()) is build_program(model())
-    assert build_program(model(BLOCK, BLOCK, BLOCK)).blocks == build_program(model()).blocks
+    deeper, shallower = (build_program(model(*[BLOCK] * n)).blocks for n in (3, 2))
+    assert [block.ops for block in deeper] == [block.ops for block in shallower]
 
 
 def test_initialisers() -> None:
@@ -269,6 +272,19 @@ def _unknown_attribute(b: ProgramBuilder) -> Any:
     return b.op("add", "s", [b.input(Value("x", STREAM))] * 2, factor=1.0)
 
 
+def _too_few_operands(b: ProgramBuilder) -> Any:
+    return b.op("add", "s", [b.input(Value("x", STREAM))])
+
+
+def _too_many_operands(b: ProgramBuilder) -> Any:
+    return b.op("softcap", "s", [b.input(Value("x", STREAM))] * 3, cap=1.0)
+
+
+def _odd_packs(b: ProgramBuilder) -> Any:
+    weight = b.param("up.weight", ((FFN,), (EMBED,)), Init("normal", 1.0))
+    return b.op("linear", "up", [b.input(Value("x", STREAM))], [weight, None, None])
+
+
 def _missing_operand(b: ProgramBuilder) -> Any:
     return b.op("scale", "s", [None], factor=1.0)
 
@@ -280,15 +296,13 @@ def _norm_width(b: ProgramBuilder) -> Any:
 
 def _linear_width(b: ProgramBuilder) -> Any:
     weight = b.param("up.weight", ((EMBED,), (FFN,)), Init("normal", 1.0))
-    attrs: dict[str, Any] = {"outs": ((6,),), "biased": (False,), "in_dims": 1}
-    return b.op("linear", "up", [b.input(Value("x", STREAM))], [weight, None], **attrs)
+    return b.op("linear", "up", [b.input(Value("x", STREAM))], [weight, None])
 
 
 def _bias_width(b: ProgramBuilder) -> Any:
     weight = b.param("up.weight", ((FFN,), (EMBED,)), Init("normal", 1.0))
     bias = b.param("up.bias", ((EMBED,),), Init("fill", 0.0))
-    attrs: dict[str, Any] = {"outs": ((10,),), "biased": (True,), "in_dims": 1}
-    return b.op("linear", "up", [b.input(Value("x", STREAM))], [weight, bias], **attrs)
+    return b.op("linear", "up", [b.input(Value("x", STREAM))], [weight, bias])
 
 
 def _rope_width(b: ProgramBuilder) -> Any:
@@ -312,8 +326,11 @@ def _added_widths(b: ProgramBuilder) -> Any:
     ("mistake", "message"),
     [
         (_twice, "value sum is defined twice"),
-        (_missing_attribute, r"op s: scale takes attributes \('factor',\), got \(\)"),
-        (_unknown_attribute, r"op s: add takes attributes \(\), got \('factor',\)"),
+        (_missing_attribute, r"program p, op s: takes the attributes \('factor',\), got \(\)"),
+        (_unknown_attribute, r"program p, op s: takes the attributes \(\), got \('factor',\)"),
+        (_too_few_operands, r"program p, op s: takes \('x', 'y'\), got 1 operands"),
+        (_too_many_operands, r"program p, op s: takes \('x',\), got 3 operands"),
+        (_odd_packs, r"program p, op up: takes equally many weights\* and biases\*, got 3 in all"),
         (_missing_operand, "program p, op s: operand 'x' is required"),
         (_norm_width, r"program p, op n: norm weight n.weight has shape \(10,\); its input ends in embed=6"),
         (_linear_width, "program p, op up: linear weight up.weight contracts ffn=10"),
@@ -332,7 +349,7 @@ def test_builder_names_the_mistake(mistake: Callable[[ProgramBuilder], Any], mes
 
 
 def test_run_records_scopes_and_hands_over_by_name() -> None:
-    program = build_program(CASES["embedding_scale"]).embed
+    program = build_program(CASES["embedding_scale"])
     entered: list[str] = []
 
     class Scope:
@@ -350,9 +367,10 @@ def test_run_records_scopes_and_hands_over_by_name() -> None:
     }
     record: dict[str, Any] = {}
     table = np.arange(6.0).reshape(3, 2)
-    inputs = {"tokens": np.array([[2]]), "positions": np.array([[0]]), "rope0.inv_freq": np.ones(4)}
-    out = run(program, functions, inputs, {"weight": table}, record, Scope)
-    assert entered == [op.name for op in program.ops] == ["lookup", "scale", "rope0"]
+    out = run(program.embed, functions, {"tokens": np.array([[2]])}, {"weight": table}, record, Scope)
+    inputs = {"positions": np.array([[0]]), "rope0.inv_freq": np.ones(4)}
+    out |= run(program.tables, functions, inputs, {}, record, Scope)
+    assert entered == ["lookup", "scale", "rope0"]
     np.testing.assert_array_equal(out["x"], [[table[2] * 20**0.5]])
     assert (out["rope0.cos"], out["rope0.sin"]) == ("cos", "sin")
     assert list(record) == ["lookup", "scale", "rope0.cos", "rope0.sin"]

@@ -174,7 +174,7 @@ def test_c088_casting_the_model_leaves_the_rotary_tables_unchanged() -> None:
         params = {name: value.astype(dtype) for name, value in make_params(spec).items()}
         values = reference(spec, params).forward(batch)
         assert values["layers.0.attention.q_rope"].dtype == dtype
-        tables[dtype] = [values["embed.rope0.cos"], values["embed.rope0.sin"]]
+        tables[dtype] = [values["tables.rope0.cos"], values["tables.rope0.sin"]]
     first, second = tables.values()
     np.testing.assert_array_equal(first, second)
 

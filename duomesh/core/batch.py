@@ -10,12 +10,12 @@ import numpy as np
 from duomesh.core.arrays import Array
 from duomesh.core.errors import DataError
 
-__all__ = ["IGNORE", "Batch", "num_targets"]
+__all__ = ["IGNORE", "Batch", "denominator", "num_targets"]
 
 IGNORE = -100  # a label that is no target: zero loss, zero gradient, not counted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Samples of one micro-batch. B samples, S tokens each.
 
@@ -34,6 +34,12 @@ class Batch:
     segment_ids: Array | None = None
 
     def __post_init__(self) -> None:
+        if self.tokens.ndim != 2:
+            raise DataError(f"batch tokens have shape {self.tokens.shape}; they must be [samples, sequence].")
+        for name in ("tokens", "labels", "positions", "segment_ids"):
+            array = getattr(self, name)
+            if array is not None and array.dtype.kind not in "iu":
+                raise DataError(f"batch {name} are {array.dtype}; they must be integers.")
         for name in ("labels", "loss_mask", "positions", "segment_ids"):
             array = getattr(self, name)
             if array is not None and array.shape != self.tokens.shape:
@@ -63,5 +69,15 @@ class Batch:
 
 
 def num_targets(batches: Sequence[Batch]) -> float:
-    """The objective's denominator: the weight of all targets of a **whole step** (design.md section 7)."""
+    """The weight of all targets of a **whole step**: what its loss is divided by (docs/design.md, objective).
+
+    Raises DataError if there is no batch.
+    """
+    if not batches:
+        raise DataError("a step needs at least one batch.")
     return float(sum(batch.weights.sum(dtype=np.float64) for batch in batches))
+
+
+def denominator(batches: Sequence[Batch]) -> float:
+    """`num_targets`, or 1 where there is none: the term of a step without targets is zero, not undefined."""
+    return num_targets(batches) or 1.0

@@ -86,8 +86,14 @@ def _replace(work: Path, target: Path) -> None:
         # rename cannot replace a directory that has files: move the old one aside first
         old = Path(tempfile.mkdtemp(prefix=f"{target.name}{_MARK}", dir=target.parent))
         target.rename(old / "old")
-        work.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            work.rename(target)
+        except OSError:
+            (old / "old").rename(target)  # the user's directory is worth more than ours
+            raise
+        finally:
+            if target.exists():
+                shutil.rmtree(old, ignore_errors=True)
     else:
         work.rename(target)
     _fsync(target.parent)

@@ -52,7 +52,7 @@ class StepResult:
     is_skipped: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trace:
     """Everything that one forward and backward pass made, for comparison.
 
@@ -83,8 +83,12 @@ class Session(Protocol):
     def loss_and_grads(self, batches: Sequence[Batch]) -> tuple[float, dict[str, Array]]:
         """The objective over all batches as one step, and its gradients by canonical name."""
 
-    def init_optimizer(self, config: AdamW) -> None:
-        """Fresh optimizer state for the current parameters."""
+    def init_optimizer(self, config: AdamW, params: Iterable[tuple[str, Array]] | None = None) -> None:
+        """Fresh optimizer state.
+
+        params: weights to start from, every one by canonical name; masters keep them in full and compute weights are
+            rounded from those. None starts from the current compute weights.
+        """
 
     def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """One optimizer step over the micro-batches; the objective's denominator is that of all of them."""

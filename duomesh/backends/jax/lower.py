@@ -4,6 +4,9 @@ Equal layers are stacked along a new first dim and scanned, so that compile time
 pattern of different layers is one scan whose body holds the pattern. Ops are walked while JAX traces and leave
 nothing behind but their names, as scopes, in the compiled module.
 
+Stored arrays are canonical parameters, stacked. The pack that a linear takes is concatenated where it is used, inside
+the compiled step: a global array of q, k and v rows could not be sharded by heads.
+
 Not here: the optimizer and micro-batches (`session.py`).
 """
 
@@ -29,8 +32,8 @@ Params = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
-class _Stacked:
-    """Where a storage tensor lies: entry `index` of a stack, or the whole array if None."""
+class _Place:
+    """Where a canonical parameter lies: entry `index` of a stack, or the whole array if None."""
 
     array: str
     index: int | None
@@ -54,91 +57,85 @@ class LoweredModel:
     # Parameters
 
     @cached_property
-    def _places(self) -> dict[str, _Stacked]:
-        """Storage name -> where it lies. Stacks are named `segments.<segment>.<position in pattern>.<local name>`."""
-        out: dict[str, _Stacked] = {}
+    def _places(self) -> dict[str, _Place]:
+        """Canonical name -> where it lies. Stacks are named `segments.<segment>.<position in pattern>.<local name>`."""
+        out: dict[str, _Place] = {}
         for s, segment in enumerate(self.segments):
             for position, kind in enumerate(segment.pattern):
                 for i, layer in enumerate(segment.layers(position)):
-                    for slot in self.program.blocks[kind].slots:
-                        name = f"segments.{s}.{position}.{slot}"
-                        out[f"layers.{layer}.{slot}"] = _Stacked(name, i if segment.repeats > 1 else None)
-        for prefix, program in (("embed.", self.program.embed), ("head.", self.program.head)):
-            for slot in program.slots:
-                if prefix + slot not in self.program.aliases:
-                    out[prefix + slot] = _Stacked(prefix + slot, None)
-        return out
+                    for param in self.program.blocks[kind].params:
+                        stack = f"segments.{s}.{position}.{param.name}"
+                        out[f"layers.{layer}.{param.name}"] = _Place(stack, i if segment.repeats > 1 else None)
+        return {name: out.get(name, _Place(name, None)) for name in self.program.params}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every stored array by name."""
-        slots = {p + s.name: s for p, program in self.program.steps for s in program.slots.values()}
-        counts: dict[str, int] = {}
-        for place in self._places.values():
-            counts[place.array] = counts.get(place.array, 0) + 1
-        return {
-            place.array: (slots[name].shape if place.index is None else (counts[place.array], *slots[name].shape))
-            for name, place in self._places.items()
-        }
+        out: dict[str, tuple[int, ...]] = {}
+        for name, place in self._places.items():
+            shape = self.program.params[name].shape
+            out[place.array] = shape if place.index is None else (place.index + 1, *shape)
+        return out
 
     @cached_property
     def is_decayed(self) -> dict[str, bool]:
         """Whether weight decay acts on each stored array."""
-        slots = {p + s.name: s for p, program in self.program.steps for s in program.slots.values()}
-        return {place.array: slots[name].is_decayed for name, place in self._places.items()}
+        return {place.array: self.program.params[name].is_decayed for name, place in self._places.items()}
 
     def stack(self, params: Iterable[tuple[str, arrays.Array]], dtype: Any) -> dict[str, arrays.Array]:
         """Canonical parameters -> stored host arrays of one dtype. The caller has checked names and shapes."""
         out = {name: np.empty(shape, dtype) for name, shape in self.shapes.items()}
         for name, array in params:
-            placement = self.program.placements[name]
-            place = self._places[placement.storage]
-            target = out[place.array] if place.index is None else out[place.array][place.index]
-            target[placement.start : placement.stop] = array
+            place = self._places[name]
+            out[place.array][... if place.index is None else place.index] = array
         return out
 
     def unstack(self, stored: Mapping[str, jax.Array]) -> Iterator[tuple[str, arrays.Array]]:
         """The inverse of `stack`, in the arrays' own dtypes."""
         host: dict[str, arrays.Array] = {}
-        for name, placement in self.program.placements.items():
-            place = self._places[placement.storage]
+        for name, place in self._places.items():
             if place.array not in host:
                 host[place.array] = np.asarray(stored[place.array])
-            whole = host[place.array] if place.index is None else host[place.array][place.index]
-            yield name, whole[placement.start : placement.stop].copy()
+            yield name, host[place.array][... if place.index is None else place.index].copy()
 
     # Computation
 
-    def _run(self, program: Program, values: Mapping[str, Any], weights: Any, record: dict[str, Any]) -> dict[str, Any]:
+    def _run(self, program: Program, values: Mapping[str, Any], params: Any, record: dict[str, Any]) -> dict[str, Any]:
+        """One program on parameters by local name."""
         constants = {c.name: jnp.asarray(np.asarray(c.data, np.float32), self._wide) for c in program.constants}
+        weights = {}
+        for slot in program.slots.values():
+            members = [params[member.param.name] for member in slot.members]
+            weights[slot.name] = members[0] if len(members) == 1 else jnp.concatenate(members)
         return run(program, self._ops, {**values, **constants}, weights, record, jax.named_scope)
 
-    def _weights(self, prefix: str, program: Program, params: Params) -> dict[str, jax.Array]:
+    def _local(self, prefix: str, program: Program, params: Params) -> dict[str, jax.Array]:
+        """Parameters of a program that is no layer, by local name."""
         aliases = self.program.aliases
-        return {slot: params[aliases.get(prefix + slot, prefix + slot)] for slot in program.slots}
+        return {p.name: params[aliases.get(prefix + p.name, prefix + p.name)] for p in program.params}
 
     def _segment(
         self, index: int, segment: Segment, values: dict[str, Any], params: Params, records: dict[str, Any] | None
     ) -> jax.Array:
         """Runs one segment's layers and returns the stream."""
-        weights = [
-            {slot: params[f"segments.{index}.{position}.{slot}"] for slot in self.program.blocks[kind].slots}
+        stacks = [
+            {p.name: params[f"segments.{index}.{position}.{p.name}"] for p in self.program.blocks[kind].params}
             for position, kind in enumerate(segment.pattern)
         ]
 
-        def body(x: jax.Array, layer_weights: Any) -> tuple[jax.Array, Any]:
+        def body(x: jax.Array, layer_params: Any) -> tuple[jax.Array, Any]:
             made = []
-            for kind, local in zip(segment.pattern, layer_weights, strict=True):
+            for kind, local in zip(segment.pattern, layer_params, strict=True):
                 record: dict[str, Any] = {}
                 x = self._run(self.program.blocks[kind], {**values, "x": x}, local, record)["x"]
                 made.append(record)
             return x, made if records is not None else None
 
         if segment.repeats == 1:
-            x, made = body(values["x"], weights)
+            x, made = body(values["x"], stacks)
             made = jax.tree.map(lambda value: value[None], made)
         else:
-            x, made = jax.lax.scan(body, values["x"], weights)
+            x, made = jax.lax.scan(body, values["x"], stacks)
         if records is not None:
             for position in range(len(segment.pattern)):
                 for i, layer in enumerate(segment.layers(position)):
@@ -158,11 +155,12 @@ class LoweredModel:
 
         def apply(prefix: str, program: Program) -> None:
             local: dict[str, Any] = {}
-            values.update(self._run(program, values, self._weights(prefix, program, params), local))
+            values.update(self._run(program, values, self._local(prefix, program, params), local))
             if records is not None:
                 records.update({prefix + name: value for name, value in local.items()})
 
         apply("embed.", self.program.embed)
+        apply("tables.", self.program.tables)
         for i, segment in enumerate(self.segments):
             values["x"] = self._segment(i, segment, values, params, records)
         apply("head.", self.program.head)

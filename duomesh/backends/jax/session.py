@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from duomesh.backends.jax.lower import LoweredModel, Params
-from duomesh.backends.jax.module import FlaxModel
 from duomesh.backends.jax.optim import State, init_state, update
 from duomesh.core.arrays import DTYPES, Array
-from duomesh.core.batch import Batch, num_targets
+from duomesh.core.batch import Batch, denominator, num_targets
 from duomesh.core.errors import BackendError
 from duomesh.core.ir.program import ModelProgram
 from duomesh.core.session import STATE_GROUPS, AdamW, ComputeDType, StateLoader, StepResult, Trace
+
+if TYPE_CHECKING:
+    from duomesh.backends.jax.module import FlaxModel
 
 __all__ = ["JaxSession"]
 
@@ -67,7 +69,6 @@ class JaxSession:
         self._params: Params | None = None
         self._state: State | None = None
         self._config: AdamW | None = None
-        self._jitted: dict[str, Callable[..., Any]] = {}
 
     @contextmanager
     def _context(self) -> Iterator[None]:
@@ -81,15 +82,41 @@ class JaxSession:
     def _put(self, arrays: dict[str, Array]) -> Params:
         return {name: jax.device_put(array, self.device) for name, array in arrays.items()}
 
-    def _jit(self, name: str, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """The jitted function of that name, made once a session so that nothing compiles twice."""
-        if name not in self._jitted:
-            self._jitted[name] = jax.jit(function, **options)
-        return self._jitted[name]
+    # Functions that are compiled once a session, whatever is called in which order
+
+    @cached_property
+    def _cast_jit(self) -> Callable[..., Params]:
+        return jax.jit(self._cast)
+
+    @cached_property
+    def _forward_jit(self) -> Callable[..., jax.Array]:
+        return jax.jit(self.model.__call__)
+
+    @cached_property
+    def _grad_jit(self) -> Callable[..., tuple[jax.Array, Params]]:
+        return jax.jit(jax.value_and_grad(self._term))
+
+    @cached_property
+    def _trace_jit(self) -> Callable[..., Any]:
+        return jax.jit(self._recorded)
+
+    @cached_property
+    def _trace_grad_jit(self) -> Callable[..., Any]:
+        return jax.jit(jax.value_and_grad(self._recorded, has_aux=True))
+
+    @cached_property
+    def _step_jit(self) -> Callable[..., Any]:
+        return jax.jit(self._step, static_argnames="config", donate_argnums=0)
 
     # Parameters
 
     def load_params(self, params: Iterable[tuple[str, Array]]) -> None:
+        stored = self._checked(params, self._compute)
+        with self._context():
+            self._params, self._state, self._config = self._put(stored), None, None
+
+    def _checked(self, params: Iterable[tuple[str, Array]], dtype: np.dtype[Any]) -> dict[str, Array]:
+        """Every canonical parameter, as stored host arrays of one dtype."""
         loader = StateLoader(self.program, groups=("params",))
 
         def checked() -> Iterator[tuple[str, Array]]:
@@ -97,15 +124,14 @@ class JaxSession:
                 loader.check("params", name, array.shape)
                 yield name, array
 
-        stored = self.model.stack(checked(), self._compute)
+        stored = self.model.stack(checked(), dtype)
         loader.finish()
-        with self._context():
-            self._params, self._state, self._config = self._put(stored), None, None
+        return stored
 
     def _compute_params(self) -> Params:
-        """Parameters in the compute dtype: as loaded, or rounded from the optimizer's masters."""
-        if self._state is not None:
-            return self._jit("cast", self._cast)(self._state.master)
+        """Parameters in the compute dtype: as loaded, or rounded from the optimizer's masters and kept until a step."""
+        if self._params is None and self._state is not None:
+            self._params = self._cast_jit(self._state.master)
         if self._params is None:
             raise BackendError("this session has no parameters yet; call load_params first.")
         return self._params
@@ -120,6 +146,8 @@ class JaxSession:
 
     def as_flax(self) -> FlaxModel:
         """The model with its current weights as an nnx module; training one does not change the other."""
+        from duomesh.backends.jax.module import FlaxModel
+
         with self._context():
             return FlaxModel(self.model, {name: jnp.copy(array) for name, array in self._compute_params().items()})
 
@@ -135,17 +163,16 @@ class JaxSession:
             "loss_mask": batch.weights.astype(self._wide),
         }
 
-    def _term(self, params: Params, inputs: Any, denominator: Any) -> jax.Array:
-        return self.model(params, inputs) / denominator
+    def _term(self, params: Params, inputs: Any, divisor: Any) -> jax.Array:
+        return self.model(params, inputs) / divisor
 
     def loss_and_grads(self, batches: Sequence[Batch]) -> tuple[float, dict[str, Array]]:
-        denominator = num_targets(batches)
-        function = self._jit("grad", jax.value_and_grad(self._term))
+        divisor = self._wide.type(denominator(batches))
         loss, total = 0.0, None
         with self._context():
             params = self._compute_params()
             for batch in batches:
-                term, grads = function(params, self._inputs(batch), self._wide.type(denominator))
+                term, grads = self._grad_jit(params, self._inputs(batch), divisor)
                 loss += float(term)
                 if len(batches) > 1:
                     grads = jax.tree.map(lambda g: g.astype(self._wide), grads)
@@ -153,45 +180,46 @@ class JaxSession:
         assert total is not None
         return loss, dict(self.model.unstack(total))
 
-    def _recorded(self, params: Params, inputs: Any, denominator: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def _recorded(self, params: Params, inputs: Any, divisor: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         records: dict[str, jax.Array] = {}
-        return self.model(params, inputs, records) / denominator, records
+        return self.model(params, inputs, records) / divisor, records
 
     def trace(self, batch: Batch, *, grads: bool) -> Trace:
-        denominator = self._wide.type(num_targets([batch]))
+        divisor = self._wide.type(denominator([batch]))
         found: dict[str, Array] = {}
         with self._context():
             params, inputs = self._compute_params(), self._inputs(batch)
             if grads:
-                both = self._jit("trace_grad", jax.value_and_grad(self._recorded, has_aux=True))
-                (loss, records), made = both(params, inputs, denominator)
+                (loss, records), made = self._trace_grad_jit(params, inputs, divisor)
                 found = dict(self.model.unstack(made))
             else:
-                loss, records = self._jit("trace", self._recorded)(params, inputs, denominator)
+                loss, records = self._trace_jit(params, inputs, divisor)
         # jit returns dicts sorted by key; give them back in order of execution
         names = [prefix + name for prefix, program in self.program.steps for op in program.ops for name in op.outputs]
         return Trace({name: np.asarray(records[name]) for name in names}, float(loss), found)
 
     def eval_loss(self, batch: Batch) -> tuple[float, float]:
         with self._context():
-            total = self._jit("eval", self.model.__call__)(self._compute_params(), self._inputs(batch))
+            total = self._forward_jit(self._compute_params(), self._inputs(batch))
             return float(total), num_targets([batch])
 
     def logits(self, tokens: Array) -> Array:
         inputs = self._inputs(Batch(tokens=tokens, labels=tokens))
         del inputs["labels"], inputs["loss_mask"]
         with self._context():
-            out = self._jit("logits", self.model.__call__)(self._compute_params(), inputs)
+            out = self._forward_jit(self._compute_params(), inputs)
             return np.asarray(out.astype(self._wide))
 
     # Training
 
-    def init_optimizer(self, config: AdamW) -> None:
+    def init_optimizer(self, config: AdamW, params: Iterable[tuple[str, Array]] | None = None) -> None:
         with self._context():
-            params = self._compute_params()
-            state = init_state({name: array.astype(self._wide) for name, array in params.items()})
+            if params is None:
+                masters = {name: array.astype(self._wide) for name, array in self._compute_params().items()}
+            else:
+                masters = self._put(self._checked(params, self._wide))
             # placed like a step's results: an array that is not committed to a device would compile a second step
-            self._state = jax.device_put(state, self.device)
+            self._state = jax.device_put(init_state(masters), self.device)
         self._params, self._config = None, config
 
     def _trained(self) -> tuple[State, AdamW]:
@@ -200,20 +228,20 @@ class JaxSession:
         return self._state, self._config
 
     def _step(
-        self, state: State, inputs: Any, denominator: Any, lr: Any, *, config: AdamW
+        self, state: State, inputs: Any, divisor: Any, lr: Any, *, config: AdamW
     ) -> tuple[State, jax.Array, jax.Array, jax.Array]:
         """One update over micro-batches stacked along a first dim. Returns (state, loss, gradient norm, is skipped)."""
         params = self._cast(state.master)
         grad = jax.value_and_grad(self._term)
         count = inputs["tokens"].shape[0]
         if count == 1:
-            loss, grads = grad(params, jax.tree.map(lambda x: x[0], inputs), denominator)
+            loss, grads = grad(params, jax.tree.map(lambda x: x[0], inputs), divisor)
         else:
             zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, self._wide), params)
 
             def body(carry: Any, micro: Any) -> tuple[Any, None]:
                 loss, sums = carry
-                term, made = grad(params, micro, denominator)
+                term, made = grad(params, micro, divisor)
                 return (loss + term, jax.tree.map(lambda s, g: s + g.astype(self._wide), sums, made)), None
 
             (loss, grads), _ = jax.lax.scan(body, (jnp.zeros((), self._wide), zeros), inputs)
@@ -232,16 +260,16 @@ class JaxSession:
 
     def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         state, config = self._trained()
-        denominator = num_targets(batches)
-        if denominator == 0:
+        targets = num_targets(batches)
+        if targets == 0:
             return StepResult(0.0, 0.0, 0.0, is_skipped=True)
-        step = self._jit("step", partial(self._step, config=config), donate_argnums=0)
         with self._context():
             inputs = self._stack_inputs(batches)
-            result = step(state, inputs, self._wide.type(denominator), self._wide.type(lr))
+            self._params = None
+            result = self._step_jit(state, inputs, self._wide.type(targets), self._wide.type(lr), config=config)
             self._state = result[0]
             loss, norm, is_skipped = jax.device_get(result[1:])
-        return StepResult(float(loss), float(norm), denominator, bool(is_skipped))
+        return StepResult(float(loss), float(norm), targets, bool(is_skipped))
 
     def optimizer_step_count(self) -> int:
         return int(self._trained()[0].count)
@@ -264,4 +292,3 @@ class JaxSession:
             count = jax.device_put(np.int32(step_count), self.device)
             self._state = State(count=count, **stored)
         self._params, self._config = None, config
-        self._jitted.pop("step", None)  # it was compiled for another configuration

@@ -37,17 +37,18 @@ def _source(program: Program, *, records: bool) -> str:
     arguments = ", ".join(["self", *(["record"] if records else []), *(variables[v.name] for v in program.inputs)])
     lines = [f"def forward({arguments}):"]
     lines += [f"    {variables[c.name]} = self.constant({c.name!r})" for c in program.constants]
-    for op, slots in program.calls:
+    for call in program.calls:
+        op = call.op
         operands = ["None" if n is None else variables[n] for n in op.inputs]
-        operands += ["None" if s is None else f"self.{s}" for s in slots]
-        operands += [f"{key}={value!r}" for key, value in op.attrs]
+        operands += ["None" if s is None else f"self.{s}" for s in call.slots]
+        operands += [f"{key}={value!r}" for key, value in call.kwargs.items()]
         targets = ", ".join(variables[n] for n in op.outputs)
         comma = "," if op.kind == "linear" and len(op.outputs) == 1 else ""  # linear always returns a tuple
         lines.append(f"    {targets}{comma} = ops.{op.kind}({', '.join(operands)})")
         if records:
             lines += [f"    record[{n!r}] = {variables[n]}" for n in op.outputs]
-    outputs = ", ".join(variables[value] for _, value in program.outputs)
-    lines.append(f"    return {outputs}")
+    outputs = "".join(f"{variables[value]}, " for _, value in program.outputs)
+    lines.append(f"    return ({outputs})")
     return "\n".join(lines) + "\n"
 
 
@@ -97,8 +98,7 @@ class LoweredProgram(nn.Module):
         """Calls the program with inputs by name; returns its outputs by their outside names."""
         arguments = [values[v.name] for v in self.program.inputs]
         result = self(*arguments) if record is None else self.forward_recorded(record, *arguments)
-        made = result if isinstance(result, tuple) else (result,)
-        return {name: tensor for (name, _), tensor in zip(self.program.outputs, made, strict=True)}
+        return {name: tensor for (name, _), tensor in zip(self.program.outputs, result, strict=True)}
 
     def forward_recorded(self, record: dict[str, Tensor], *arguments: Tensor | None) -> Any:
         """`forward` that also stores every op output; replaced by generated code."""
@@ -119,7 +119,7 @@ def lowered_class(program: Program) -> type[LoweredProgram]:
 
 
 class LoweredModel(nn.Module):
-    """embed, layers, head and loss as submodules.
+    """embed, tables, layers, head and loss as submodules.
 
     Args:
         program: the model.
@@ -133,9 +133,9 @@ class LoweredModel(nn.Module):
         super().__init__()
         self.program = program
         self.dtype = dtype
-        distinct = (program.embed, *program.blocks, program.head, program.loss)
-        classes = {p.name: lowered_class(p) for p in distinct}
+        classes = {p.name: lowered_class(p) for p in program.distinct}
         self.embed = classes["embed"](dtype, device)
+        self.tables = classes["tables"](dtype, device)
         self.layers = nn.ModuleList(classes[program.blocks[kind].name](dtype, device) for kind in program.layers)
         self.head = classes["head"](dtype, device)
         self.loss = classes["loss"](dtype, device)
@@ -150,7 +150,8 @@ class LoweredModel(nn.Module):
     def steps(self) -> list[tuple[str, LoweredProgram]]:
         """(prefix, module) in the order of `ModelProgram.steps`."""
         layers = [(f"layers.{i}.", layer) for i, layer in enumerate(self.layers)]
-        return [("embed.", self.embed), *layers, ("head.", self.head), ("loss.", self.loss)]  # type: ignore[list-item]
+        first = [("embed.", self.embed), ("tables.", self.tables)]
+        return [*first, *layers, ("head.", self.head), ("loss.", self.loss)]  # type: ignore[list-item]
 
     def forward(
         self,

@@ -11,6 +11,8 @@ from duomesh.core.session import AdamW
 
 __all__ = ["Optimizer"]
 
+_WIDE = (torch.float32, torch.float64)
+
 
 class Optimizer:
     """torch's AdamW on master weights.
@@ -28,7 +30,7 @@ class Optimizer:
         self.step_count = 0
         self._params = dict(params)
         self.masters: dict[str, Tensor] = {
-            name: p.detach().float().requires_grad_() if p.dtype == torch.bfloat16 else p for name, p in params.items()
+            name: p if p.dtype in _WIDE else p.detach().float().requires_grad_() for name, p in params.items()
         }
         groups = [
             {"params": [self.masters[n] for n in params if is_decayed[n]], "weight_decay": config.weight_decay},
@@ -44,16 +46,27 @@ class Optimizer:
         )
 
     @torch.no_grad()
-    def step(self, grads: Mapping[str, Tensor], lr: float) -> None:
-        """One update from gradients by storage name, any float dtype."""
+    def step(self, grads: dict[str, Tensor], lr: float, *, scale: float = 1.0) -> None:
+        """One update from gradients by storage name, any float dtype, which it takes over and empties.
+
+        scale: multiplies every gradient, after it was widened.
+        """
         self.step_count += 1
         for name, master in self.masters.items():
-            master.grad = grads[name].to(master.dtype)
+            # popped, so that a narrow gradient is freed as soon as its wide copy exists
+            master.grad = grads.pop(name).to(master.dtype)
+        if scale != 1.0:
+            torch._foreach_mul_([master.grad for master in self.masters.values()], scale)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
         for master in self.masters.values():
             master.grad = None
+        self.round_params()
+
+    @torch.no_grad()
+    def round_params(self) -> None:
+        """Rounds compute weights from their masters, where the two are not one."""
         narrow = [name for name, p in self._params.items() if p is not self.masters[name]]
         if narrow:
             torch._foreach_copy_([self._params[n] for n in narrow], [self.masters[n] for n in narrow])
@@ -64,10 +77,10 @@ class Optimizer:
             made = self._adamw.state.get(master, {})
             yield "master", name, master.detach()
             for key in ("exp_avg", "exp_avg_sq"):
-                yield key, name, made.get(key, torch.zeros_like(master))
+                yield key, name, made[key] if key in made else torch.zeros_like(master)
 
     def begin_load(self, step_count: int) -> dict[tuple[str, str], Tensor]:
-        """Makes state for `step_count` updates and returns its tensors, to be filled in place."""
+        """Makes state for `step_count` updates and returns its tensors, to be filled in place; then `round_params`."""
         self.step_count = step_count
         for master in self.masters.values():
             self._adamw.state[master] = {
@@ -76,10 +89,3 @@ class Optimizer:
                 "exp_avg_sq": torch.zeros_like(master),
             }
         return {(group, name): tensor for group, name, tensor in self.state()}
-
-    @torch.no_grad()
-    def end_load(self) -> None:
-        """Rounds compute weights from the masters just filled."""
-        for name, parameter in self._params.items():
-            if parameter is not self.masters[name]:
-                parameter.copy_(self.masters[name])

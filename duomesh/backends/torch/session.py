@@ -13,7 +13,7 @@ from duomesh.backends.torch.arrays import TORCH_DTYPES, to_array, to_tensor
 from duomesh.backends.torch.lower import LoweredModel
 from duomesh.backends.torch.optim import Optimizer
 from duomesh.core.arrays import Array
-from duomesh.core.batch import Batch, num_targets
+from duomesh.core.batch import Batch, denominator, num_targets
 from duomesh.core.errors import BackendError
 from duomesh.core.ir.program import ModelProgram
 from duomesh.core.session import AdamW, ComputeDType, StateLoader, StepResult, Trace
@@ -78,7 +78,8 @@ class TorchSession:
         self._optimizer: Optimizer | None = None
         if compile:
             for _, module in self.model.steps:
-                module.compile(fullgraph=True, dynamic=False)
+                # the first length is compiled as it is, a second one for any: evaluation and generation use others
+                module.compile(fullgraph=True)
 
     # Parameters
 
@@ -115,7 +116,7 @@ class TorchSession:
         batch.check_vocabulary(self.program.spec.vocab_size)
 
         def put(array: Array | None, dtype: torch.dtype) -> Tensor | None:
-            return None if array is None else to_tensor(array).to(self.device, dtype, non_blocking=True)
+            return None if array is None else to_tensor(array).to(self.device, dtype)
 
         return {
             "tokens": put(batch.tokens, torch.int32),
@@ -130,7 +131,7 @@ class TorchSession:
             return nullcontext()
         return sdpa_kernel(_ATTENTION, set_priority=True)
 
-    def _backward(self, batches: Sequence[Batch], denominator: float) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def _backward(self, batches: Sequence[Batch], divisor: float) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Gradients of the step's objective, summed over micro-batches in at least fp32 when there are several.
 
         Returns the loss terms (scalars on the device, whose sum is the loss) and gradients by storage name.
@@ -140,7 +141,7 @@ class TorchSession:
         sums: dict[str, Tensor] = {}
         for batch in batches:
             with self._attention():
-                term = self.model(**self._device_inputs(batch)) / denominator
+                term = self.model(**self._device_inputs(batch)) / divisor
                 term.backward()
             terms.append(term.detach())
             for name, parameter in storage.items():
@@ -153,14 +154,14 @@ class TorchSession:
         return terms, sums
 
     def loss_and_grads(self, batches: Sequence[Batch]) -> tuple[float, dict[str, Array]]:
-        terms, grads = self._backward(batches, num_targets(batches))
+        terms, grads = self._backward(batches, denominator(batches))
         loss = torch.stack(terms).double().sum().item()
         return loss, {name: to_array(tensor) for name, tensor in self._canonical(grads)}
 
     def trace(self, batch: Batch, *, grads: bool) -> Trace:
         record: dict[str, Tensor] = {}
-        with _exact_matmul(), torch.enable_grad() if grads else torch.no_grad():
-            loss = self.model(**self._device_inputs(batch), record=record) / num_targets([batch])
+        with _exact_matmul(), self._attention(), torch.set_grad_enabled(grads):
+            loss = self.model(**self._device_inputs(batch), record=record) / denominator([batch])
             found: dict[str, Array] = {}
             if grads:
                 storage = self._storage()
@@ -183,10 +184,11 @@ class TorchSession:
 
     # Training
 
-    def init_optimizer(self, config: AdamW) -> None:
-        slots = {prefix + slot.name: slot for prefix, program in self.program.steps for slot in program.slots.values()}
-        storage = self._storage()
+    def init_optimizer(self, config: AdamW, params: Iterable[tuple[str, Array]] | None = None) -> None:
+        slots, storage = self.program.slots, self._storage()
         self._optimizer = Optimizer(storage, {name: slots[name].is_decayed for name in storage}, config)
+        if params is not None:
+            self._fill({"params": self._optimizer.masters}, (("params", name, array) for name, array in params))
 
     def _trained(self) -> Optimizer:
         if self._optimizer is None:
@@ -195,21 +197,19 @@ class TorchSession:
 
     def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         optimizer = self._trained()
-        denominator = num_targets(batches)
-        if denominator == 0:
+        targets = num_targets(batches)
+        if targets == 0:
             return StepResult(0.0, 0.0, 0.0, is_skipped=True)
-        terms, grads = self._backward(batches, denominator)
+        terms, grads = self._backward(batches, targets)
         norms = torch._foreach_norm(list(grads.values()), 2, dtype=self._wide)
         norm_on_device = torch.linalg.vector_norm(torch.stack(norms))
         # the step's only wait for the device: both numbers in one transfer
         loss, norm = torch.stack([torch.stack(terms).sum(), norm_on_device]).double().tolist()
         if not (abs(loss) < float("inf") and norm < float("inf")):
-            return StepResult(loss, norm, denominator, is_skipped=True)
+            return StepResult(loss, norm, targets, is_skipped=True)
         limit = optimizer.config.max_grad_norm
-        if limit is not None and norm > limit:
-            torch._foreach_mul_(list(grads.values()), limit / norm)
-        optimizer.step(grads, lr)
-        return StepResult(loss, norm, denominator)
+        optimizer.step(grads, lr, scale=limit / norm if limit is not None and norm > limit else 1.0)
+        return StepResult(loss, norm, targets)
 
     def optimizer_step_count(self) -> int:
         return self._trained().step_count
@@ -229,9 +229,14 @@ class TorchSession:
         by_group: dict[str, dict[str, Tensor]] = {}
         for (group, name), tensor in optimizer.begin_load(step_count).items():
             by_group.setdefault(group, {})[name] = tensor
-        loader = StateLoader(self.program)
+        self._fill(by_group, state)
+
+    @torch.no_grad()
+    def _fill(self, groups: Mapping[str, Mapping[str, Tensor]], state: Iterable[tuple[str, str, Array]]) -> None:
+        """Copies named arrays into storage tensors by group, and rounds compute weights from their masters."""
+        loader = StateLoader(self.program, groups=tuple(groups))
         for group, name, array in state:
             loader.check(group, name, array.shape)
-            self._rows(by_group[group], name).copy_(to_tensor(array))
+            self._rows(groups[group], name).copy_(to_tensor(array))
         loader.finish()
-        optimizer.end_load()
+        self._trained().round_params()

@@ -55,8 +55,13 @@ class HfOracle:
         self._load(params)
 
     @classmethod
-    def from_directory(cls, directory: Path | str, *, dtype: ComputeDType = "float32") -> HfOracle:
-        """Loads a Hugging Face directory through transformers alone; only names are translated by our rules."""
+    def from_directory(
+        cls, directory: Path | str, *, dtype: ComputeDType = "float32", weights: ComputeDType | None = None
+    ) -> HfOracle:
+        """Loads a Hugging Face directory through transformers alone; only names are translated by our rules.
+
+        weights: dtype that weights are rounded to before they are cast to `dtype`; None for `dtype` itself.
+        """
         _require()
         from transformers import AutoModelForCausalLM
 
@@ -66,7 +71,7 @@ class HfOracle:
         with _quiet():
             model, found = AutoModelForCausalLM.from_pretrained(
                 str(directory),
-                dtype=_torch_dtype(dtype),
+                dtype=_torch_dtype(weights or dtype),
                 attn_implementation="eager",
                 local_files_only=True,
                 output_loading_info=True,

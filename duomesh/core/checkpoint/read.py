@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import combinations
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +21,23 @@ from duomesh.core.spec.model import ModelSpec
 from duomesh.core.tensorfile import TensorFile
 
 __all__ = ["Checkpoint"]
+
+
+def _is_tiled(tensor: StoredTensor) -> bool:
+    """Whether slices lie within the tensor, overlap nowhere and together have all of its elements."""
+    boxes = [tuple(zip(shard.offset, shard.shape, strict=False)) for shard in tensor.shards]
+    for shard, box in zip(tensor.shards, boxes, strict=True):
+        if not len(shard.offset) == len(shard.shape) == len(tensor.shape):
+            return False
+        if any(
+            start < 0 or size < 0 or start + size > whole
+            for (start, size), whole in zip(box, tensor.shape, strict=True)
+        ):
+            return False
+    for a, b in combinations(boxes, 2):
+        if all(i < j + m and j < i + n for (i, n), (j, m) in zip(a, b, strict=True)):
+            return False
+    return sum(prod(shard.shape) for shard in tensor.shards) == prod(tensor.shape)
 
 
 class Checkpoint:
@@ -63,9 +82,15 @@ class Checkpoint:
             loader.finish()
         except BackendError as error:
             raise CheckpointError(f"{self.path / MANIFEST} does not fit its own model: {error}") from None
-        files = {tensor.dtype for tensor in self._tensors.values()} - set(DTYPES)
-        if files:
-            raise CheckpointError(f"{self.path / MANIFEST} names the unknown dtype {min(files)!r}.")
+        unknown = {tensor.dtype for tensor in self._tensors.values()} - set(DTYPES)
+        if unknown:
+            raise CheckpointError(f"{self.path / MANIFEST} names the unknown dtype {min(unknown)!r}.")
+        for tensor in self._tensors.values():
+            if not _is_tiled(tensor):
+                raise CheckpointError(
+                    f"{self.path / MANIFEST}: the slices of {tensor.group} {tensor.name} do not fill its shape "
+                    f"{tensor.shape} exactly once. The manifest is damaged; use an earlier checkpoint."
+                )
 
     @property
     def groups(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from duomesh.core.ir.program import ModelProgram, Program, ProgramBuilder
@@ -23,12 +24,13 @@ def build_program(spec: ModelSpec) -> ModelProgram:
     ropes = _ropes(spec)
     return ModelProgram(
         spec=spec,
-        embed=_embed(spec, ropes),
+        embed=_embed(spec),
+        tables=_tables(ropes),
         blocks=tuple(_Block(spec, block, ropes, i).build() for i, block in enumerate(kinds)),
         layers=tuple(kinds.index(block) for block in spec.blocks),
         head=_head(spec),
         loss=_loss(spec),
-        aliases={"head.weight": "embed.weight"} if spec.tie_embeddings else {},
+        aliases=MappingProxyType({"head.weight": "embed.weight"} if spec.tie_embeddings else {}),
     )
 
 
@@ -46,16 +48,22 @@ def _table(rope: RopeSpec, index: int) -> tuple[Value, Value]:
     return Value(f"rope{index}.cos", axes, "wide"), Value(f"rope{index}.sin", axes, "wide")
 
 
-def _embed(spec: ModelSpec, ropes: tuple[RopeSpec, ...]) -> Program:
+def _embed(spec: ModelSpec) -> Program:
     b = ProgramBuilder("embed")
     tokens = b.input(Value("tokens", (BATCH, SEQ), "int"))
-    positions = b.input(Value("positions", (BATCH, SEQ), "int")) if ropes else None
     vocab, embed = Axis("vocab", spec.vocab_size), Axis("embed", spec.hidden_size)
     weight = b.param("weight", ((vocab,), (embed,)), Init("normal", spec.init_std))
     (x,) = b.op("embedding", "lookup", [tokens], [weight])
     if spec.embedding_scale is not None:
         (x,) = b.op("scale", "scale", [x], factor=spec.embedding_scale)
-    outputs = {"x": x}
+    return b.build({"x": x})
+
+
+def _tables(ropes: tuple[RopeSpec, ...]) -> Program:
+    """One rotary table for each distinct RopeSpec of the model; empty for a model without."""
+    b = ProgramBuilder("tables")
+    positions = b.input(Value("positions", (BATCH, SEQ), "int"))
+    outputs: dict[str, Value] = {}
     for i, rope in enumerate(ropes):
         rotary = Axis("rotary", rope.rotary_dim // 2)
         frequencies = [float(f) for f in inverse_frequencies(rope)]
@@ -106,9 +114,6 @@ def _linear(
         [x],
         [*weights, *biases],
         [part for part, _, _ in parts],
-        outs=tuple(tuple(a.size for a in out) for _, out, _ in parts),
-        biased=tuple(has_bias for _, _, has_bias in parts),
-        in_dims=in_dims,
     )
 
 
@@ -201,8 +206,7 @@ def _head(spec: ModelSpec) -> Program:
     h = _norm(b, "norm", x, spec.final_norm)
     vocab = Axis("vocab", spec.vocab_size)
     weight = b.param("weight", ((vocab,), (h.axes[-1],)), Init("normal", spec.init_std))
-    outs = ((spec.vocab_size,),)
-    (logits,) = b.op("linear", "logits", [h], [weight, None], outs=outs, biased=(False,), in_dims=1)
+    (logits,) = b.op("linear", "logits", [h], [weight, None])
     if spec.logit_softcap is not None:
         (logits,) = b.op("softcap", "capped_logits", [logits], cap=spec.logit_softcap)
     return b.build({"logits": logits})

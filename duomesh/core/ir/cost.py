@@ -26,7 +26,7 @@ def _sizes(program: Program, op: Op, *, batch: int, seq: int) -> dict[str, int]:
 def longest_sum(model: ModelProgram, *, batch: int, seq: int) -> int:
     """K of the error bounds: the most terms that one sum of a forward or backward pass has."""
     longest = 1
-    for program in (model.embed, *model.blocks, model.head, model.loss):
+    for program in model.distinct:
         for op in program.ops:
             sizes = _sizes(program, op, batch=batch, seq=seq)
             summed = {*op.signature.contracted, *op.signature.local}
@@ -51,15 +51,15 @@ def matmul_params(model: ModelProgram) -> int:
 
 
 def step_flops(model: ModelProgram, *, batch: int, seq: int) -> float:
-    """Forward and backward of one batch: 6 N T, and causal attention 6 s heads head_dim T a layer.
+    """Forward and backward of one batch: 6 N T, and causal attention; h = heads * head_dim.
 
-    T = batch * seq tokens, N = `matmul_params`. The attention term is 12 s h T with the causal half taken; a window
-    shortens s. Recomputation never counts.
+    T = batch * seq tokens, N = `matmul_params`. The attention term is 12 h T times the mean number of keys that a query
+    sees: s / 2, or w - w^2 / 2s with a window w < s. Recomputation never counts.
     """
     tokens = batch * seq
-    attention = 0
+    attention = 0.0
     for block in model.spec.blocks:
         spec = block.attention
-        span = seq if spec.window is None else min(seq, 2 * spec.window)
-        attention += span * spec.num_heads * spec.head_dim
-    return 6.0 * matmul_params(model) * tokens + 6.0 * attention * tokens
+        window = seq if spec.window is None else min(seq, spec.window)
+        attention += window * (1 - window / (2 * seq)) * spec.num_heads * spec.head_dim
+    return 6.0 * matmul_params(model) * tokens + 12.0 * attention * tokens

@@ -22,8 +22,7 @@ def _attr(value: Attr) -> str:
 def _op(program: Program, op: Op) -> list[str]:
     outputs = ", ".join(_value(program.values[name]) for name in op.outputs)
     inputs = ", ".join(name for name in op.inputs if name is not None)
-    hidden = {"outs", "in_dims", "biased"}  # the shapes say it
-    attrs = "  ".join(f"{key}={_attr(value)}" for key, value in op.attrs if value is not None and key not in hidden)
+    attrs = "  ".join(f"{key}={_attr(value)}" for key, value in op.attrs if value is not None)
     lines = [f"  {outputs}", f"      = {op.kind}({inputs})  {attrs}".rstrip()]
     weights = []
     for name in op.params:
@@ -76,6 +75,8 @@ def explain_program(model: ModelProgram, *, seq: int | None = None) -> str:
         f"{step_flops(model, batch=1, seq=length) / length / 1e9:,.3g} GFLOP a token to train at sequence {length:,}",
         "",
         *_program(model.embed, "embed"),
+        "",
+        *_program(model.tables, "tables"),
     ]
     for kind, block in enumerate(model.blocks):
         layers = [i for i, layer in enumerate(model.layers) if layer == kind]

@@ -4,9 +4,10 @@ A kind is one entry of `KINDS`: a function from (input values, parameters, attri
 `Signature`. It refuses operands that do not fit, naming the op. The same kind has a reference in
 `kernels/reference` and one function of the same name in each backend, all called as
 
-    fn(*inputs, *storage tensors, **attrs)
+    fn(*inputs, *storage tensors, **attrs, **derived)
 
-where storage tensors are what `core.ir.storage` makes of the op's parameters (packed weights are one tensor).
+where storage tensors are what `core.ir.storage` makes of the op's parameters (packed weights are one tensor) and
+derived arguments follow from the shapes of the operands.
 
 Shape letters in comments: B batch, S sequence, H hidden, K kv heads, G query heads per kv head, D head dim.
 """
@@ -33,17 +34,43 @@ class Inferred:
     signature: Signature
 
 
-Infer = Callable[[Sequence[Value | None], Sequence[Param | None], Mapping[str, Attr]], Inferred]
+Inputs = Sequence[Value | None]
+Params = Sequence[Param | None]
 
 
 @dataclass(frozen=True)
 class OpKind:
-    """A kind's operand names (a trailing `?` marks an optional one), attribute names and inference."""
+    """What a kind takes and makes.
+
+    Attributes:
+        inputs, params: operand names; a trailing `?` marks one that may be absent, a trailing `*` a list that an op
+            holds as many of as its first list.
+        attrs: names of the attributes that an op stores: conventions and numbers.
+        infer: outputs and signature from operands.
+        derived: names of further keyword arguments of the functions, which follow from shapes; `derive` makes them.
+    """
 
     inputs: tuple[str, ...]
     params: tuple[str, ...]
     attrs: tuple[str, ...]
-    infer: Infer
+    infer: Callable[[Inputs, Params], Inferred]
+    derived: tuple[str, ...] = ()
+    derive: Callable[[Inputs, Params], dict[str, Attr]] = lambda inputs, params: {}
+
+    def check(self, inputs: Inputs, params: Params, attrs: Mapping[str, Attr]) -> None:
+        """Raises SpecError unless operands and attributes are those of the kind."""
+        if set(attrs) != set(self.attrs):
+            raise SpecError(f"takes the attributes {self.attrs}, got {tuple(attrs)}.")
+        for operands, roles in ((inputs, self.inputs), (params, self.params)):
+            if any(role.endswith("*") for role in roles):
+                if not operands or len(operands) % len(roles):
+                    raise SpecError(f"takes equally many {' and '.join(roles)}, got {len(operands)} in all.")
+                continue
+            if len(operands) != len(roles):
+                raise SpecError(f"takes {roles}, got {len(operands)} operands.")
+            for operand, role in zip(operands, roles, strict=True):
+                if operand is None and not role.endswith("?"):
+                    raise SpecError(f"operand {role!r} is required.")
 
 
 def _names(axes: Axes) -> tuple[str, ...]:
@@ -61,8 +88,8 @@ def _value(value: Value | None, role: str) -> Value:
 
 
 def _simple(
-    inputs: Sequence[Value | None],
-    params: Sequence[Param | None],
+    inputs: Inputs,
+    params: Params,
     outputs: Sequence[tuple[Axes, DType]],
     local: tuple[str, ...] = (),
 ) -> Inferred:
@@ -78,18 +105,18 @@ def _simple(
     )
 
 
-def _embedding(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
+def _embedding(inputs: Inputs, params: Params) -> Inferred:
     ids, table = _value(inputs[0], "ids"), params[0]
     assert table is not None
     return _simple(inputs, params, [(ids.axes + table.groups[1], "compute")])
 
 
-def _scale(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
+def _scale(inputs: Inputs, params: Params) -> Inferred:
     x = _value(inputs[0], "x")
     return _simple(inputs, params, [(x.axes, x.dtype)])
 
 
-def _norm(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
+def _norm(inputs: Inputs, params: Params) -> Inferred:
     x, weight = _value(inputs[0], "x"), params[0]
     assert weight is not None
     if weight.groups != ((x.axes[-1],),):
@@ -97,7 +124,7 @@ def _norm(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs:
     return _simple(inputs, params, [(x.axes, "compute")], local=(x.axes[-1].name,))
 
 
-def _linear(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
+def _linear(inputs: Inputs, params: Params) -> Inferred:
     x = _value(inputs[0], "x")
     weights, biases = params[: len(params) // 2], params[len(params) // 2 :]
     outputs: list[tuple[Axes, DType]] = []
@@ -115,13 +142,25 @@ def _linear(inputs: Sequence[Value | None], params: Sequence[Param | None], attr
     return _simple(inputs, params, outputs)
 
 
-def _rope_table(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
+def _linear_shapes(inputs: Inputs, params: Params) -> dict[str, Attr]:
+    """outs[i]: the shape that output i's row dim is viewed as; biased[i]: whether the packed bias holds one for it;
+    in_dims: how many trailing dims of x are contracted."""
+    half = len(params) // 2
+    groups = [weight.groups for weight in params[:half] if weight is not None]
+    return {
+        "outs": tuple(tuple(axis.size for axis in out) for out, _ in groups),
+        "biased": tuple(bias is not None for bias in params[half:]),
+        "in_dims": len(groups[0][1]),
+    }
+
+
+def _rope_table(inputs: Inputs, params: Params) -> Inferred:
     positions, inv_freq = _value(inputs[0], "positions"), _value(inputs[1], "inv_freq")
     axes = positions.axes + inv_freq.axes
     return _simple(inputs, params, [(axes, "wide"), (axes, "wide")])
 
 
-def _rope(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
+def _rope(inputs: Inputs, params: Params) -> Inferred:
     x = _value(inputs[0], "x")
     cos = _value(inputs[1], "cos")
     half = cos.axes[-1].size or 0
@@ -130,7 +169,7 @@ def _rope(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs:
     return _simple(inputs, params, [(x.axes, "compute")], local=(x.axes[-1].name, cos.axes[-1].name))
 
 
-def _attention(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
+def _attention(inputs: Inputs, params: Params) -> Inferred:
     q, k, v = (_value(x, role) for x, role in zip(inputs[:3], "qkv", strict=True))  # BSKGD, BSKD, BSKD
     if k.axes != v.axes or q.axes[:3] + q.axes[4:] != k.axes:
         raise SpecError(f"attention over q {_names(q.axes)}, k {_names(k.axes)}, v {_names(v.axes)}.")
@@ -146,7 +185,7 @@ def _attention(inputs: Sequence[Value | None], params: Sequence[Param | None], a
     return Inferred(((q.axes, "compute"),), signature)
 
 
-def _elementwise(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
+def _elementwise(inputs: Inputs, params: Params) -> Inferred:
     first = _value(inputs[0], "first")
     for other in inputs[1:]:
         # glu's two operands are both `ffn`; add's are both the stream
@@ -155,14 +194,12 @@ def _elementwise(inputs: Sequence[Value | None], params: Sequence[Param | None],
     return _simple(inputs, params, [(first.axes, first.dtype)])
 
 
-def _cross_entropy(
-    inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]
-) -> Inferred:
+def _cross_entropy(inputs: Inputs, params: Params) -> Inferred:
     logits = _value(inputs[0], "logits")
     return _simple(inputs, params, [(logits.axes[:-1], "wide")])
 
 
-def _masked_sum(inputs: Sequence[Value | None], params: Sequence[Param | None], attrs: Mapping[str, Attr]) -> Inferred:
+def _masked_sum(inputs: Inputs, params: Params) -> Inferred:
     return _simple(inputs, params, [((), "wide")])
 
 
@@ -173,9 +210,8 @@ KINDS: dict[str, OpKind] = {
     "scale": OpKind(("x",), (), ("factor",), _scale),
     # see NormSpec; centered is the layer norm.
     "norm": OpKind(("x",), ("weight", "bias?"), ("centered", "eps", "weight_offset", "cast"), _norm),
-    # one input, several packed weights: outs[i] is the shape that output i's last dim is viewed as; the last
-    # in_dims dims of x are contracted; biased[i] says whether output i has a bias in the packed bias.
-    "linear": OpKind(("x",), ("weights", "biases?"), ("outs", "biased", "in_dims"), _linear),
+    # one input, several weights that are packed where they are stored; always returns a tuple.
+    "linear": OpKind(("x",), ("weights*", "biases*"), (), _linear, ("outs", "biased", "in_dims"), _linear_shapes),
     # cos and sin of position * inv_freq, times attention_factor, in at least fp32.
     "rope_table": OpKind(("positions", "inv_freq"), (), ("attention_factor",), _rope_table),
     # rotates the first 2 * len(cos) channels; see RopeSpec.

@@ -1,15 +1,17 @@
 """Programs: straight-line lists of ops, the builder that makes them, and the walker that runs them.
 
-A `ModelProgram` is a few programs (`embed`, one per distinct block, `head`, `loss`) that hand values to each
-other by name: `tokens, positions -> x, rope tables`; `x, rope tables -> x` for every layer; `x -> logits`;
-`logits, labels, loss_mask -> loss_sum`.
+A `ModelProgram` is a few programs (`embed`, `tables`, one per distinct block, `head`, `loss`) that hand values to each
+other by name: `tokens -> x`; `positions -> rotary tables`, which has no parameters and which any part of the model can
+run for itself; `x, tables -> x` for every layer; `x -> logits`; `logits, labels, loss_mask -> loss_sum`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from duomesh.core.errors import SpecError
@@ -18,10 +20,19 @@ from duomesh.core.ir.storage import Placement, Slot, slots_of
 from duomesh.core.ir.values import Attr, Axes, Constant, Init, Op, Param, Value
 from duomesh.core.spec.model import ModelSpec
 
-__all__ = ["ModelProgram", "Program", "ProgramBuilder", "run"]
+__all__ = ["Call", "ModelProgram", "Program", "ProgramBuilder", "run"]
 
 
 @dataclass(frozen=True)
+class Call:
+    """An op as a function call: storage tensors by name after the inputs, then keyword arguments."""
+
+    op: Op
+    slots: tuple[str | None, ...]
+    kwargs: Mapping[str, Attr]
+
+
+@dataclass(frozen=True, eq=False)
 class Program:
     """Ops in order. Names of values and parameters are local to the program.
 
@@ -46,14 +57,19 @@ class Program:
         return {param.name: param for param in self.params}
 
     @cached_property
-    def calls(self) -> tuple[tuple[Op, tuple[str | None, ...]], ...]:
-        """Each op with the names of the storage tensors that its function takes."""
-        return tuple(
-            (op, tuple(None if s is None else s.name for s in slots_of(op, self.param_by_name))) for op in self.ops
-        )
+    def calls(self) -> tuple[Call, ...]:
+        """Each op with everything that its function takes."""
+
+        def call(op: Op) -> Call:
+            slots = tuple(None if slot is None else slot.name for slot in slots_of(op, self.param_by_name))
+            inputs = [None if name is None else self.values[name] for name in op.inputs]
+            params = [None if name is None else self.param_by_name[name] for name in op.params]
+            return Call(op, slots, {**dict(op.attrs), **KINDS[op.kind].derive(inputs, params)})
+
+        return tuple(call(op) for op in self.ops)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelProgram:
     """A whole model.
 
@@ -63,6 +79,7 @@ class ModelProgram:
 
     spec: ModelSpec
     embed: Program
+    tables: Program
     blocks: tuple[Program, ...]
     layers: tuple[int, ...]
     head: Program
@@ -73,7 +90,18 @@ class ModelProgram:
     def steps(self) -> tuple[tuple[str, Program], ...]:
         """(prefix, program) of every application in order. A prefix is what local names become global with."""
         layers = tuple((f"layers.{i}.", self.blocks[kind]) for i, kind in enumerate(self.layers))
-        return (("embed.", self.embed), *layers, ("head.", self.head), ("loss.", self.loss))
+        first = (("embed.", self.embed), ("tables.", self.tables))
+        return (*first, *layers, ("head.", self.head), ("loss.", self.loss))
+
+    @property
+    def distinct(self) -> tuple[Program, ...]:
+        """Every program once."""
+        return (self.embed, self.tables, *self.blocks, self.head, self.loss)
+
+    @cached_property
+    def slots(self) -> Mapping[str, Slot]:
+        """Storage tensors of the whole model by global name, aliases included."""
+        return {prefix + slot.name: slot for prefix, program in self.steps for slot in program.slots.values()}
 
     @cached_property
     def params(self) -> Mapping[str, Param]:
@@ -142,11 +170,10 @@ class ProgramBuilder:
         **attrs: Attr,
     ) -> tuple[Value, ...]:
         """Appends an op. Outputs are named after the op unless names are given."""
-        signature = KINDS[kind]
-        if set(attrs) != set(signature.attrs):
-            raise SpecError(f"op {name}: {kind} takes attributes {signature.attrs}, got {tuple(attrs)}.")
+        definition = KINDS[kind]
         try:
-            inferred = signature.infer(inputs, params, attrs)
+            definition.check(inputs, params, attrs)
+            inferred = definition.infer(inputs, params)
         except SpecError as error:
             raise SpecError(f"program {self._name}, op {name}: {error}") from None
         names = tuple(outputs) or (name,)
@@ -172,7 +199,7 @@ class ProgramBuilder:
             params=tuple(self._params.values()),
             ops=tuple(self._ops),
             outputs=tuple((name, value.name) for name, value in outputs.items()),
-            values=dict(self._values),
+            values=MappingProxyType(dict(self._values)),
         )
 
 
@@ -198,14 +225,12 @@ def run(
     """
     env: dict[str | None, Any] = {None: None, **{v.name: inputs[v.name] for v in program.inputs}}
     env.update({c.name: inputs[c.name] for c in program.constants})
-    for op, slots in program.calls:
+    for call in program.calls:
+        op = call.op
         arguments = [env[name] for name in op.inputs]
-        arguments += [None if slot is None else weights[slot] for slot in slots]
-        if scope is None:
-            result = functions[op.kind](*arguments, **op.kwargs)
-        else:
-            with scope(op.name):
-                result = functions[op.kind](*arguments, **op.kwargs)
+        arguments += [None if slot is None else weights[slot] for slot in call.slots]
+        with nullcontext() if scope is None else scope(op.name):
+            result = functions[op.kind](*arguments, **call.kwargs)
         made = result if isinstance(result, tuple) else (result,)
         env.update(zip(op.outputs, made, strict=True))
         if record is not None:

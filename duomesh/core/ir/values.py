@@ -118,7 +118,7 @@ class Op:
 
     inputs: value names; None for an optional input that is absent.
     params: parameter names in the role order of the kind; None for an absent one.
-    attrs: static keyword arguments of the backend's function, exactly.
+    attrs: conventions and numbers, as pairs.
     """
 
     kind: str
@@ -128,7 +128,3 @@ class Op:
     outputs: tuple[str, ...]
     attrs: tuple[tuple[str, Attr], ...]
     signature: Signature = field(compare=False)
-
-    @property
-    def kwargs(self) -> dict[str, Attr]:
-        return dict(self.attrs)

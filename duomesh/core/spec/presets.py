@@ -1,6 +1,6 @@
 """Published models and small test models by name, as one table of numbers.
 
-The numbers are those of the config.json files of the base (not instruction-tuned) checkpoints. Every row is
+The numbers are those of the config.json files of the checkpoints, the base ones where there are such. Every row is
 expanded by the same function: a decoder with pre-norm RMSNorm, grouped-query attention and a gated SiLU MLP.
 Presets named `tiny-*` are for tests: pairwise distinct dims, and each has what makes its family special.
 """

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from duomesh.core.errors import SpecError
 from duomesh.core.spec.codec import decode, encode
 from duomesh.core.spec.model import BlockSpec, ModelSpec
 
-__all__ = ["spec_from_dict", "spec_from_json", "spec_to_dict", "spec_to_json"]
+__all__ = ["spec_differences", "spec_from_dict", "spec_from_json", "spec_to_dict", "spec_to_json"]
 
 
 def spec_to_dict(spec: ModelSpec) -> dict[str, Any]:
@@ -50,3 +51,24 @@ def spec_from_json(text: str) -> ModelSpec:
     except json.JSONDecodeError as error:
         raise SpecError(f"the model spec is not valid JSON: {error}.") from None
     return spec_from_dict(data)
+
+
+def spec_differences(a: ModelSpec, b: ModelSpec) -> list[str]:
+    """Where two specs differ, one "path: value in a, value in b" each."""
+    left, right = _flatten(spec_to_dict(a), ""), _flatten(spec_to_dict(b), "")
+    names = dict.fromkeys([*left, *right])
+    return [
+        f"{name}: {left.get(name, 'absent')}, {right.get(name, 'absent')}"
+        for name in names
+        if left.get(name, "absent") != right.get(name, "absent")
+    ]
+
+
+def _flatten(value: Any, path: str) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        items = [(f"{path}.{key}" if path else str(key), item) for key, item in value.items()]
+    elif path == "block_kinds":
+        items = [(f"{path}[{i}]", item) for i, item in enumerate(value)]
+    else:
+        return {path: value}
+    return {name: leaf for key, item in items for name, leaf in _flatten(item, key).items()}

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from duomesh.core.arrays import Array
 from duomesh.core.errors import ConfigError
 from duomesh.core.spec.model import BlockSpec, ModelSpec
-from duomesh.core.spec.serialize import spec_to_dict
 from duomesh.core.training.config import ModelConfig
 
-__all__ = ["Model", "change_spec", "spec_differences"]
+__all__ = ["Model", "change_spec"]
 
 
 @dataclass(frozen=True)
@@ -53,24 +52,3 @@ def _change_block(block: BlockSpec, config: ModelConfig) -> BlockSpec:
         changes["rope"] = replace(rope, rotary_dim=rope.rotary_dim * config.head_dim // block.attention.head_dim)
     attention = replace(block.attention, **changes)
     return replace(block, attention=attention, mlp=replace(block.mlp, **_given(config, "ffn_size")))
-
-
-def spec_differences(a: ModelSpec, b: ModelSpec) -> list[str]:
-    """Where two specs differ, one "path: value in a, value in b" each."""
-    left, right = _flatten(spec_to_dict(a), ""), _flatten(spec_to_dict(b), "")
-    names = dict.fromkeys([*left, *right])
-    return [
-        f"{name}: {left.get(name, 'absent')}, {right.get(name, 'absent')}"
-        for name in names
-        if left.get(name, "absent") != right.get(name, "absent")
-    ]
-
-
-def _flatten(value: Any, path: str) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        items = [(f"{path}.{key}" if path else str(key), item) for key, item in value.items()]
-    elif path == "block_kinds":
-        items = [(f"{path}[{i}]", item) for i, item in enumerate(value)]
-    else:
-        return {path: value}
-    return {name: leaf for key, item in items for name, leaf in _flatten(item, key).items()}

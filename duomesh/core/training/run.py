@@ -18,12 +18,13 @@ from duomesh.core.errors import CheckpointError, ConfigError, DataError, Duomesh
 from duomesh.core.session import Session
 from duomesh.core.spec.codec import encode
 from duomesh.core.spec.model import ModelSpec
+from duomesh.core.spec.serialize import spec_differences
 from duomesh.core.training.config import RunConfig, TrainConfig
 from duomesh.core.training.console import Console
 from duomesh.core.training.interrupt import Interrupt
 from duomesh.core.training.loop import Progress, TrainingData, train
 from duomesh.core.training.metrics import Metrics, Row, RunRow, read_rows
-from duomesh.core.training.model import Model, spec_differences
+from duomesh.core.training.model import Model
 from duomesh.core.training.report import installed_versions, write_report
 from duomesh.core.training.resolve import Resolved
 from duomesh.core.training.resume import Start, check_data, find_start
@@ -205,9 +206,7 @@ def _validation(start: Start, corpus: Corpus, console: Console) -> Sampler | Non
 def _load_session(session: Session, start: Start, model: Model) -> Progress:
     config, checkpoint = start.resolved.config, start.checkpoint
     if checkpoint is None or checkpoint.training is None:
-        if model.weights is not None:
-            session.load_params(model.weights())
-        session.init_optimizer(config.optimizer.adamw)
+        session.init_optimizer(config.optimizer.adamw, None if model.weights is None else model.weights())
         return Progress()
     state = checkpoint.training
     with checkpoint:

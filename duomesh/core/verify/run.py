@@ -34,13 +34,14 @@ class Side:
 
     framework: sides of two frameworks may differ more (see `core.bounds`).
     exposes_all: whether its traces hold every op output.
-    open: makes the side with its weights, in the given compute dtype.
+    open: makes the side in a compute dtype, with weights that were first rounded to another: open("float64",
+        "bfloat16") computes in float64 from bf16 weights.
     """
 
     name: str
     framework: str
     exposes_all: bool
-    open: Callable[[str], Tracer]
+    open: Callable[[str, str], Tracer]
 
 
 @dataclass(frozen=True)
@@ -128,13 +129,14 @@ def verify_sides(
 ) -> VerifyReport:
     """Traces each side and compares it with the first.
 
-    Unless the run is float64, the first side also runs in float64: its own rounding error sets the bounds.
+    Unless the run is float64, the first side also runs in float64, from the same rounded weights: the rounding error
+    of its computation sets the bounds.
     """
     if len(sides) < 2:
         raise ConfigError("verify needs at least two sides, such as: torch jax.")
     first, *others = sides
-    reference = first.open(dtype).trace(batch, grads=grads)
-    truth = None if dtype == "float64" else first.open("float64").trace(batch, grads=grads)
+    reference = first.open(dtype, dtype).trace(batch, grads=grads)
+    truth = None if dtype == "float64" else first.open("float64", dtype).trace(batch, grads=grads)
     rows, length = batch.tokens.shape
     terms = longest_sum(program, batch=rows, seq=length)
     comparisons = []
@@ -145,7 +147,7 @@ def verify_sides(
             across_frameworks=side.framework != first.framework,
             num_params=program.num_params,
         )
-        trace = side.open(dtype).trace(batch, grads=grads)
+        trace = side.open(dtype, dtype).trace(batch, grads=grads)
         exposes_all = first.exposes_all and side.exposes_all
         pair = ((first.name, reference), (side.name, trace))
         comparisons.append(compare_traces(*pair, bounds, truth=truth, exposes_all=exposes_all))

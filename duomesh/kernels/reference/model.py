@@ -157,14 +157,15 @@ def _pull_back(step: _Step, cotangents: dict[str, Array]) -> dict[str, Array]:
         Cotangents of the storage tensors by slot name, zeros for one that nothing reached.
     """
     d_weights = {name: np.zeros_like(wide(weight)) for name, weight in step.weights.items()}
-    for op, slots in reversed(step.program.calls):
+    for call in reversed(step.program.calls):
+        op, slots = call.op, call.slots
         outputs = tuple(step.values[name] for name in op.outputs)
         if not any(name in cotangents for name in op.outputs):
             continue
         made = tuple(cotangents.get(name, np.zeros_like(out)) for name, out in zip(op.outputs, outputs, strict=True))
         inputs = tuple(None if name is None else step.values[name] for name in op.inputs)
         storage = tuple(None if slot is None else step.weights[slot] for slot in slots)
-        pulled = ADJOINTS[op.kind](made, inputs, storage, outputs, **op.kwargs)
+        pulled = ADJOINTS[op.kind](made, inputs, storage, outputs, **call.kwargs)
         for name, cotangent in zip(op.inputs, pulled, strict=False):
             if name is not None and cotangent is not None:
                 _accumulate(cotangents, name, cotangent)

@@ -19,21 +19,23 @@ from duomesh.backends.jax.ops.dense import (
     softcap,
 )
 from duomesh.backends.jax.ops.loss import cross_entropy, masked_sum
+from duomesh.core.ir.ops import KINDS
 
-__all__ = ["OPS"]
+__all__ = [
+    "OPS",
+    "activation",
+    "add",
+    "attention",
+    "cross_entropy",
+    "embedding",
+    "glu",
+    "linear",
+    "masked_sum",
+    "norm",
+    "rope",
+    "rope_table",
+    "scale",
+    "softcap",
+]
 
-OPS: dict[str, Callable[..., Any]] = {
-    "embedding": embedding,
-    "scale": scale,
-    "norm": norm,
-    "linear": linear,
-    "rope_table": rope_table,
-    "rope": rope,
-    "attention": attention,
-    "glu": glu,
-    "activation": activation,
-    "add": add,
-    "softcap": softcap,
-    "cross_entropy": cross_entropy,
-    "masked_sum": masked_sum,
-}
+OPS: dict[str, Callable[..., Any]] = {kind: globals()[kind] for kind in KINDS}

@@ -6,6 +6,7 @@ Signatures and meanings: `duomesh.core.ir.ops`. Shape letters: B batch, S sequen
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 
 import jax
@@ -19,6 +20,11 @@ __all__ = ["activation", "add", "embedding", "glu", "linear", "norm", "rope", "r
 def wide(x: Array) -> Array:
     """x in at least fp32."""
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+
+
+# Elementwise work in the wide dtype is done again in the backward pass: what it would save is wider than its inputs,
+# and XLA fuses it into what reads it. Inside a scan nothing could undo this, so no barrier is needed.
+_recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 
 def _spread(weight: Array, like: Array) -> Array:
@@ -58,10 +64,15 @@ def norm(
     x: Array, weight: Array, bias: Array | None, *, centered: bool, eps: float, weight_offset: float, cast: str
 ) -> Array:
     """Over the last dim, statistics in at least fp32; returns x's dtype."""
-    x_wide = wide(x)
-    if centered:
-        x_wide = x_wide - x_wide.mean(-1, keepdims=True)
-    normed = x_wide * jax.lax.rsqrt(jnp.square(x_wide).mean(-1, keepdims=True) + eps)
+
+    @_recomputed
+    def normalise(x: Array) -> Array:
+        x_wide = wide(x)
+        if centered:
+            x_wide = x_wide - x_wide.mean(-1, keepdims=True)
+        return x_wide * jax.lax.rsqrt(jnp.square(x_wide).mean(-1, keepdims=True) + eps)
+
+    normed = normalise(x)
     gain = weight if weight_offset == 0.0 else wide(weight) + weight_offset
     if cast == "before_weight":
         out = normed.astype(x.dtype)
@@ -130,11 +141,13 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def glu(gate: Array, up: Array, *, activation: str) -> Array:
-    return _ACTIVATIONS[activation](gate) * up
+    function = _ACTIVATIONS[activation]
+    return _recomputed(lambda g, u: (function(wide(g)) * wide(u)).astype(g.dtype))(gate, up)
 
 
 def activation(x: Array, *, activation: str) -> Array:
-    return _ACTIVATIONS[activation](x)
+    function = _ACTIVATIONS[activation]
+    return _recomputed(lambda x: function(wide(x)).astype(x.dtype))(x)
 
 
 def add(x: Array, y: Array) -> Array:

@@ -57,7 +57,7 @@ def _mask(length: int, window: int | None, segment_ids: Tensor | None, device: t
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float) -> Tensor:
     """The written-out form: no fused kernel in torch caps its scores."""
-    scores = wide(torch.einsum("bikgd,bjkd->bkgij", q, k)) * scale
+    scores = torch.einsum("bikgd,bjkd->bkgij", wide(q), wide(k)) * scale
     scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         mask = _mask(q.shape[1], None, None, q.device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,27 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+class _Lookup(torch.autograd.Function):
+    """A look-up in a narrow table whose gradient is summed in the wide dtype and rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(ids, weight)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        ids, weight = ctx.saved_tensors
+        total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        total.index_add_(0, ids.flatten(), grad.flatten(0, -2).float())
+        return None, total.to(weight.dtype)
+
+
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """[B, S] ids -> [B, S, H]."""
-    return F.embedding(ids, weight)
+    """[B, S] ids -> [B, S, H]. The gradient of a row that occurs many times is summed in the wide dtype."""
+    if weight.dtype in (torch.float32, torch.float64):
+        return F.embedding(ids, weight)
+    return _Lookup.apply(ids, weight)
 
 
 def scale(x: Tensor, *, factor: float) -> Tensor:

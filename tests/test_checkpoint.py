@@ -188,6 +188,24 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, changes: dict[str, Any], er
     assert find_latest(tmp_path).latest is None
 
 
+@pytest.mark.parametrize("change", ["none", "short", "twice", "outside"])
+def test_slices_that_do_not_fill_a_tensor_are_named(tmp_path: Path, change: str) -> None:
+    """Rows that no slice holds would be whatever the memory held."""
+    path = save(tmp_path, 40)
+    tensors = json.loads((path / "manifest.json").read_text())["tensors"]
+    (shard,) = tensors[0]["shards"]
+    rows = shard["shape"][0]
+    tensors[0]["shards"] = {
+        "none": [],
+        "short": [{**shard, "shape": [rows - 1, *shard["shape"][1:]]}],
+        "twice": [shard, shard],
+        "outside": [{**shard, "offset": [1, *shard["offset"][1:]]}],
+    }[change]
+    edit_manifest(path, tensors=tensors)
+    with pytest.raises(CheckpointError, match="do not fill its shape"):
+        Checkpoint(path)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"format": "duomesh-checkpoint", "version": 1}', "\udcff"])
 def test_a_manifest_that_is_none_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_bytes(text.encode("utf-8", "surrogateescape"))

@@ -208,8 +208,7 @@ def test_c091_cross_entropy_of_bf16_logits_is_computed_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("softcap", [None, 200.0])
-def test_attention_scores_of_bf16_inputs_are_fp32(softcap: float | None, backend: str) -> None:
+def test_attention_scores_of_bf16_inputs_are_fp32(backend: str) -> None:
     """Scores around 30: in bf16 they would be off by up to 1/8, and probabilities by 13 %."""
     import ml_dtypes
 
@@ -218,7 +217,7 @@ def test_attention_scores_of_bf16_inputs_are_fp32(softcap: float | None, backend
     low = [
         (s * rng.standard_normal(shape)).astype(ml_dtypes.bfloat16) for s, shape in zip((3, 3, 1), shapes, strict=True)
     ]
-    attrs = {"scale": 0.7, "window": None, "softcap": softcap}
+    attrs = {"scale": 0.7, "window": None, "softcap": None}
     want = OPS["attention"](*[x.astype(np.float64) for x in low], None, **attrs)
     case = Case("attention", "attention", (*low, None), (), attrs, lambda: None, (3,))
     (got,), _ = BACKENDS[backend](case, [*low, None], [np.ones(want.shape, low[0].dtype)])

@@ -199,7 +199,13 @@ LLAMA3: dict[str, Any] = {
     ("make", "message"),
     [
         (lambda: NormSpec(eps=0.0), "norm eps is 0.0"),
-        (lambda: NormSpec(eps=float("nan")), "norm eps is nan"),
+        (lambda: NormSpec(eps=float("nan")), r"NormSpec\.eps is nan; it must be finite"),
+        (lambda: NormSpec(eps=1e-5, kind="RMSNorm"), r"NormSpec\.kind is 'RMSNorm'; it must be one of 'rms', 'layer'"),  # type: ignore[arg-type]
+        (lambda: NormSpec(eps=1e-5, cast="before"), r"NormSpec\.cast is 'before'"),  # type: ignore[arg-type]
+        (lambda: RopeSpec(base=float("inf"), rotary_dim=8), r"RopeSpec\.base is inf"),
+        (lambda: RopeSpec(base=1e4, rotary_dim=8, pairing="half-split"), r"RopeSpec\.pairing is 'half-split'"),  # type: ignore[arg-type]
+        (lambda: RopeSpec(base=1e4, rotary_dim=8, compute="bf16"), r"RopeSpec\.compute is 'bf16'"),  # type: ignore[arg-type]
+        (lambda: LinearScaling(factor=float("inf")), r"LinearScaling\.factor is inf"),
         (lambda: LinearScaling(factor=0.0), "factor is 0.0"),
         (lambda: Llama3Scaling(**LLAMA3 | {"factor": -1.0}), "factor is -1.0"),
         (lambda: Llama3Scaling(**LLAMA3 | {"low_freq_factor": 4.0}), r"low_freq_factor \(4.0\) < high_freq_factor"),
@@ -218,7 +224,7 @@ LLAMA3: dict[str, Any] = {
         (lambda: attention(window=0), "window is 0"),
         (lambda: attention(softcap=0.0), "attention softcap is 0.0"),
         (lambda: replace(MLP, ffn_size=0), "ffn_size is 0"),
-        (lambda: replace(MLP, activation="swish"), "activation 'swish' is unknown; use one of silu"),
+        (lambda: replace(MLP, activation="swish"), r"MlpSpec\.activation is 'swish'; it must be one of 'silu'"),
         (lambda: model(vocab_size=0), "vocab_size is 0"),
         (lambda: model(hidden_size=-1), "hidden_size is -1"),
         (lambda: model(max_positions=0), "max_positions is 0"),

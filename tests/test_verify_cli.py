@@ -180,6 +180,31 @@ def test_python_interface(exported: Path, tmp_path: Path) -> None:
         dm.Batch(np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32), np.ones((1, 3), np.float32))
 
 
+def test_dtypes_that_nothing_computes_in_are_refused() -> None:
+    for dtype in ("float16", "fp32", "int8"):
+        with pytest.raises(ConfigError, match=f"dtype '{dtype}' cannot be computed in"):
+            dm.build("tiny-qwen2", backend="torch", dtype=dtype)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"dtype '{dtype}' cannot be computed in"):
+            verify("tiny-qwen2", ["torch", "jax"], dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["tiny-mistral", "tiny-qwen2"])
+def test_bf16_sides_agree_and_start_from_the_same_rounded_weights(name: str) -> None:
+    """The float64 run that sets the bounds has the rounded weights: a look-up has no error of its own."""
+    (comparison,) = verify(name, ["torch", "jax"], dtype="bfloat16").comparisons
+    assert comparison.passed, comparison.first_difference
+    lookup = next(row for row in comparison.rows if row.name == "embed.lookup")
+    assert lookup.error == lookup.bound == lookup.difference == 0.0
+
+
+def test_loading_a_checkpoint_of_another_length_is_no_other_model(exported: Path) -> None:
+    longer = replace(dm.spec.from_hf(exported), max_positions=4096, init_std=0.5)
+    dm.build(longer, backend="torch", device="cpu").load(exported)
+    other = replace(longer, logit_softcap=3.0)
+    with pytest.raises(SpecError, match=r"logit_softcap: None, 3\.0"):
+        dm.build(other, backend="torch", device="cpu").load(exported)
+
+
 def test_relative_error_sees_shapes_and_what_is_not_finite() -> None:
     one = np.array([1.0, -2.0, np.inf])
     assert relative_error(one, one.copy()) == (0.0, (0,))

@@ -39,6 +39,7 @@ def _jax() -> str:
 
 def run(args: Args) -> int:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -49,7 +50,8 @@ def run(args: Args) -> int:
         except importlib.metadata.PackageNotFoundError:
             table.add_row(name, "-")
     table.add_section()
-    table.add_row("backend torch", _torch())
-    table.add_row("backend jax", _jax())
+    # the name of an extra, duomesh[jax], would be taken for markup
+    table.add_row("backend torch", escape(_torch()))
+    table.add_row("backend jax", escape(_jax()))
     Console().print(table)
     return 0

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 
@@ -76,7 +77,7 @@ def _help() -> str:
     lines = [_USAGE]
     defaults = TrainConfig.__dataclass_fields__
     for section, field in defaults.items():
-        kind = field.default_factory
+        kind: Any = field.default_factory
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(kind), re.MULTILINE))
         lines.append(f"[{section}]")
         for setting in fields(kind):

@@ -51,7 +51,7 @@ class LoweredModel:
     def __init__(self, program: ModelProgram, *, wide_dtype: Any, allow_cudnn: bool) -> None:
         self.program = program
         self._wide = wide_dtype
-        self._ops = {**OPS, "attention": partial(OPS["attention"], allow_cudnn=allow_cudnn)}
+        self._ops: dict[str, Any] = {**OPS, "attention": partial(OPS["attention"], allow_cudnn=allow_cudnn)}
         self.segments = segments(program.layers)
 
     # Parameters

@@ -151,7 +151,7 @@ class LoweredModel(nn.Module):
         """(prefix, module) in the order of `ModelProgram.steps`."""
         layers = [(f"layers.{i}.", layer) for i, layer in enumerate(self.layers)]
         first = [("embed.", self.embed), ("tables.", self.tables)]
-        return [*first, *layers, ("head.", self.head), ("loss.", self.loss)]  # type: ignore[list-item]
+        return [*first, *layers, ("head.", self.head), ("loss.", self.loss)]
 
     def forward(
         self,

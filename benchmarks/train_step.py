@@ -102,7 +102,11 @@ def profile_torch(step: Any) -> tuple[dict[str, float], list[tuple[str, float]]]
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
         step()
-    kernels = [(e.key, e.self_device_time_total / 1e3) for e in prof.key_averages() if e.device_type == DeviceType.CUDA]
+    kernels = [
+        (e.key, e.self_device_time_total / 1e3)
+        for e in prof.key_averages()
+        if e.device_type == DeviceType.CUDA and "#" not in e.key
+    ]
     by_kind: dict[str, float] = {}
     for name, ms in kernels:
         kind = next((k for k, words in KINDS if any(w in name.lower() for w in words)), "other")

@@ -6,6 +6,7 @@ loss, grads = model.loss_and_grads(batch)
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from duomesh.core.arrays import Array
 from duomesh.core.batch import Batch
-from duomesh.core.errors import BackendError, CheckpointError, ConfigError, SpecError
+from duomesh.core.errors import BackendError, CheckpointError, ConfigError, DuomeshWarning, SpecError
 from duomesh.core.init import initial_params
 from duomesh.core.ir.build import build_program
 from duomesh.core.ir.listing import explain_program
@@ -41,8 +42,6 @@ class ModelSource:
         kind: "preset" (weights are drawn), "hf" or "neutral".
         directory: where the weights are; None for a preset.
         params: makes an iterator of (canonical name, array in its stored dtype).
-        warnings: what the user should know of how it was read: a value that was missing and what was taken instead,
-            tensors that were ignored.
     """
 
     name: str
@@ -50,7 +49,6 @@ class ModelSource:
     spec: ModelSpec
     directory: Path | None
     params: Callable[[], Params]
-    warnings: tuple[str, ...] = ()
 
 
 def open_model(model: str | Path | ModelSpec, *, seed: int = 0, perturb: float = 0.0) -> ModelSource:
@@ -63,6 +61,9 @@ def open_model(model: str | Path | ModelSpec, *, seed: int = 0, perturb: float =
 
     Raises:
         SpecError: no preset has that name. CheckpointError: the directory holds no checkpoint.
+
+    Warns:
+        DuomeshWarning: a value was missing and a default was taken, or tensors of the directory are ignored.
     """
     if isinstance(model, ModelSpec):
         return _drawn("spec", model, seed, perturb)
@@ -70,13 +71,23 @@ def open_model(model: str | Path | ModelSpec, *, seed: int = 0, perturb: float =
     if (path / "manifest.json").is_file():
         from duomesh.core.checkpoint.read import Checkpoint
 
-        checkpoint = Checkpoint(path)
-        return ModelSource(str(model), "neutral", checkpoint.spec, path, checkpoint.params)
+        def neutral_params() -> Params:
+            with Checkpoint(path) as checkpoint:
+                yield from checkpoint.params()
+
+        with Checkpoint(path) as checkpoint:
+            return ModelSource(str(model), "neutral", checkpoint.spec, path, neutral_params)
     if (path / "config.json").is_file():
         from duomesh.converters.hf.reader import HfCheckpoint
 
-        hf = HfCheckpoint(path)
-        return ModelSource(str(model), "hf", hf.spec, path, hf.params, tuple(hf.warnings))
+        def hf_params() -> Params:
+            with HfCheckpoint(path) as hf:
+                yield from hf.params()
+
+        with HfCheckpoint(path) as hf:
+            for text in hf.warnings:
+                warnings.warn(text, DuomeshWarning, stacklevel=2)
+            return ModelSource(str(model), "hf", hf.spec, path, hf_params)
     if path.is_dir():
         raise CheckpointError(
             f"{model} holds neither a config.json (Hugging Face) nor a manifest.json (neutral checkpoint)."

@@ -39,7 +39,7 @@ def _parse(text: str) -> _Words:
         key, equals, value = word.partition("=")
         if key not in _OPTIONS or not equals or not value:
             raise ConfigError(
-                f"side {text!r}: {word!r} is not one of the options {', '.join(f'{o}=...' for o in _OPTIONS)}."
+                f"side {text!r}: {word!r} sets none of the options {', '.join(f'{o}=...' for o in _OPTIONS)}."
             )
         options[key] = value
     if framework == "hf" and "device" in options:
@@ -47,15 +47,15 @@ def _parse(text: str) -> _Words:
     return _Words(text, framework, options)
 
 
-def make_side(text: str, source: ModelSource) -> Side:
-    """A side from its words. `model=DIR` takes its weights, and its conventions, from another checkpoint.
+def make_side(text: str, source: ModelSource, *, seed: int = 0) -> Side:
+    """A side from its words. `model=DIR` takes its weights, and its conventions, from another model.
 
     Raises:
         ConfigError: the words are not a side. SpecError: the other checkpoint's model has other shapes.
     """
     words = _parse(text)
     if "model" in words.options:
-        other = open_model(words.options["model"])
+        other = open_model(words.options["model"], seed=seed, perturb=PERTURB)
         ours, theirs = (build_program(s.spec).params for s in (source, other))
         if {n: p.shape for n, p in ours.items()} != {n: p.shape for n, p in theirs.items()}:
             raise SpecError(f"side {text!r}: its model has other parameters or shapes than {source.name}.")
@@ -106,7 +106,7 @@ def verify(
             one and biases of zero a fault in them would not show.
     """
     source = model if isinstance(model, ModelSource) else open_model(model, seed=seed, perturb=PERTURB)
-    made = [make_side(text, source) for text in sides]
+    made = [make_side(text, source, seed=seed) for text in sides]
     batch = batch or random_batch(source.spec.vocab_size, batch=batch_size, seq=seq, seed=seed)
     program = build_program(source.spec)
     return verify_sides(made, program, batch, model=source.name, dtype=dtype, grads=grads)

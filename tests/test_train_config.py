@@ -15,6 +15,7 @@ from duomesh.core.checkpoint import Checkpoint, write_checkpoint
 from duomesh.core.errors import CheckpointError, ConfigError, SpecError
 from duomesh.core.spec.codec import encode
 from duomesh.core.spec.model import RopeSpec
+from duomesh.core.spec.serialize import spec_differences
 from duomesh.core.training.config import (
     CombinedConfigError,
     DataConfig,
@@ -22,7 +23,7 @@ from duomesh.core.training.config import (
     TrainConfig,
     micro_batches_per_step,
 )
-from duomesh.core.training.model import change_spec, spec_differences
+from duomesh.core.training.model import change_spec
 from duomesh.core.training.resolve import FIELDS, Resolved, resolve, values_of
 from duomesh.core.training.resume import merge
 

@@ -14,7 +14,7 @@ from duomesh.cli.main import main
 from duomesh.core.bounds import bound
 from duomesh.core.errors import BackendError, CheckpointError, ConfigError, DataError, SpecError
 from duomesh.core.session import Trace
-from duomesh.core.verify.compare import Bounds, compare_traces, relative_error
+from duomesh.core.verify.compare import Bounds, Row, compare_traces, relative_error
 from duomesh.core.verify.run import random_batch
 from duomesh.sides import verify
 
@@ -87,7 +87,7 @@ def test_json_report(tmp_path: Path) -> None:
     [
         (["verify", "tiny-qwen2", "torch"], "at least two sides"),
         (["verify", "tiny-qwen2", "torch", "tensorflow"], "'tensorflow' is not one of torch, jax, hf"),
-        (["verify", "tiny-qwen2", "torch", "torch:tp=2"], "'tp=2' is not one of the options"),
+        (["verify", "tiny-qwen2", "torch", "torch:tp=2"], "'tp=2' sets none of the options"),
         (["verify", "tiny-qwen2", "torch", "hf:device=cuda"], "the hf side runs on the cpu only"),
         (["verify", "tiny-qwen2", "torch", "torch:model=nowhere/at/all"], "is not a directory"),
         (["verify", "tiny-qwen2", "torch", "torch:model=tiny-qwen3"], "other parameters or shapes"),
@@ -206,11 +206,14 @@ def test_loading_a_checkpoint_of_another_length_is_no_other_model(exported: Path
 
 
 def test_relative_error_sees_shapes_and_what_is_not_finite() -> None:
-    one = np.array([1.0, -2.0, np.inf])
+    one = np.array([1.0, -2.0, 3.0])
     assert relative_error(one, one.copy()) == (0.0, (0,))
-    assert relative_error(one, np.array([1.0, -2.0, np.nan]))[0] == np.inf
-    assert relative_error(one, np.array([1.0, np.inf, np.inf]))[0] == np.inf
+    assert relative_error(one, np.array([1.0, -2.0, np.nan])) == (np.inf, (2,))
+    assert relative_error(one, np.array([1.0, np.inf, 3.0])) == (np.inf, (1,))
     assert relative_error(one, np.ones(2))[0] == np.inf
+    bad = np.array([1.0, np.nan, np.inf])
+    assert relative_error(bad, bad.copy())[0] == np.inf
+    assert not Row("value", "x", np.inf, np.inf, np.inf).passed
     assert relative_error(np.zeros(2), np.array([0.0, 1.0])) == (np.inf, (1,))
     assert relative_error(np.array([1.0, -4.0]), np.array([1.5, -4.0])) == (0.125, (0,))
 

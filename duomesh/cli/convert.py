@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from duomesh.converters.convert import Converted, ConvertOptions, convert
+from duomesh.converters.convert import Converted, ConvertOptions, convert, find_format
 from duomesh.core.errors import ConfigError
 
 __all__ = ["Args", "run"]
@@ -44,9 +44,25 @@ class Args:
     """Directory to copy tokenizer files from; by default that of the source."""
 
 
+def _refuse_idle_options(args: Args) -> None:
+    """An option that this conversion would not look at is a misunderstanding. Raises ConfigError."""
+    is_neutral_source = find_format(args.source) == "neutral"
+    idle = {
+        "--saturate": args.saturate and args.dtype is None,
+        "--tie-source": args.tie_source is not None and is_neutral_source,
+        "--allow-missing": args.allow_missing and (is_neutral_source or args.to == "neutral"),
+        "--max-shard-gb": args.max_shard_gb != Args.max_shard_gb and args.to == "neutral",
+        "--tokenizer": args.tokenizer is not None and args.to == "neutral",
+    }
+    for option, is_idle in idle.items():
+        if is_idle:
+            raise ConfigError(f"{option} has no effect in this conversion; leave it out.")
+
+
 def run(args: Args) -> int:
-    if not args.max_shard_gb > 0:
-        raise ConfigError(f"--max-shard-gb is {args.max_shard_gb}; it must be positive.")
+    if not 0 < args.max_shard_gb < float("inf"):
+        raise ConfigError(f"--max-shard-gb is {args.max_shard_gb}; it must be positive and finite.")
+    _refuse_idle_options(args)
     options = ConvertOptions(
         to=args.to,
         dtype=args.dtype,

@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from duomesh.api import explain
+from duomesh.core.errors import ConfigError
 
 __all__ = ["Args", "run"]
 
@@ -23,5 +24,7 @@ class Args:
 
 
 def run(args: Args) -> int:
+    if args.seq is not None and args.seq < 1:
+        raise ConfigError(f"--seq is {args.seq}; it must be at least 1.")
     print(explain(args.model, seq=args.seq))
     return 0

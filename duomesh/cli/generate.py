@@ -51,8 +51,6 @@ def run(args: Args) -> int:
     if args.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens is {args.max_new_tokens}; it must be at least 1.")
     source = open_model(args.model, seed=args.seed)
-    for warning in source.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
     tokenizer = _tokenizer(args, source)
     check_rows(tokenizer, source.spec.vocab_size)
     session = new_session(source.spec, backend=args.backend, dtype=args.dtype, device=args.device)

@@ -6,10 +6,14 @@ A command's module has a frozen dataclass `Args`, whose docstrings are the help,
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
-from duomesh.core.errors import DuomeshError
+from duomesh.core.errors import DuomeshError, DuomeshWarning
 
 __all__ = ["main"]
 
@@ -43,19 +47,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"duomesh: there is no command {name!r}.\n\n{_usage()}", file=sys.stderr)
         return 2
+    return _guarded(name, rest)
+
+
+def _guarded(name: str, words: list[str]) -> int:
+    """The command's exit code; whatever a user can cause becomes one sentence."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", DuomeshWarning)
+            warnings.showwarning = _show_warning
+            return _run(name, words)
+    except BrokenPipeError:
+        # who reads our output has seen enough; nothing may be flushed into the closed pipe at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except DuomeshError as error:
+        sentence = str(error)
+    except MemoryError:
+        sentence = "there is not enough memory for this model or batch."
+    except OSError as error:
+        sentence = f"{error.filename or 'output'}: {error.strerror or error}."
+    print(f"duomesh {name}: {sentence}", file=sys.stderr)
+    return 2
+
+
+def _run(name: str, words: list[str]) -> int:
     import tyro
 
     module = importlib.import_module(f"duomesh.cli.{name}")
     parse = getattr(module, "parse", None)
-    try:
-        # a command whose words are not plain options parses them itself
-        args = parse(rest) if parse else tyro.cli(module.Args, args=rest, prog=f"duomesh {name}")
-        return int(module.run(args))
-    except DuomeshError as error:
-        print(f"duomesh {name}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    # a command whose words are not plain options parses them itself
+    args = parse(words) if parse else tyro.cli(module.Args, args=words, prog=f"duomesh {name}")
+    code = int(module.run(args))
+    sys.stdout.flush()  # a full disk or a closed pipe must show here, not at exit
+    return code
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: str | None = None,
+) -> None:
+    if issubclass(category, DuomeshWarning):
+        print(f"warning: {message}", file=sys.stderr)
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -53,8 +52,6 @@ def run(args: Args) -> int:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
     source = open_model(args.model, seed=args.seed, perturb=PERTURB)
-    for warning in source.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
     report = verify(
         source,
         args.sides,

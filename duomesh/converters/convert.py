@@ -13,7 +13,7 @@ from duomesh.converters.values import cast
 from duomesh.core.arrays import DTYPES, Array, is_float
 from duomesh.core.checkpoint import Checkpoint, write_checkpoint
 from duomesh.core.data.tokenizer import BYTES, ByteTokenizer
-from duomesh.core.errors import ConversionError
+from duomesh.core.errors import ConfigError, ConversionError
 from duomesh.core.ir.build import build_program
 from duomesh.core.spec.model import ModelSpec
 
@@ -79,6 +79,8 @@ def convert(source: Path | str, target: Path | str, options: ConvertOptions) -> 
         DuomeshError: of the class that fits; nothing was written.
     """
     source, target = Path(source), Path(target)
+    if target.resolve() in (source.resolve(), *source.resolve().parents):
+        raise ConfigError(f"{target} holds the source {source}; it would be replaced. Choose another directory.")
     if find_format(source) == "neutral":
         return _from_neutral(source, target, options)
     return _from_hf(source, target, options)

@@ -34,12 +34,18 @@ class Batch:
     segment_ids: Array | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens.ndim != 2:
+        for name in ("tokens", "labels", "loss_mask", "positions", "segment_ids"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, np.ndarray):
+                raise DataError(f"batch {name} are a {type(value).__name__}; they must be a numpy array.")
+        if self.tokens.ndim != 2 or not self.tokens.size:
             raise DataError(f"batch tokens have shape {self.tokens.shape}; they must be [samples, sequence].")
         for name in ("tokens", "labels", "positions", "segment_ids"):
             array = getattr(self, name)
             if array is not None and array.dtype.kind not in "iu":
                 raise DataError(f"batch {name} are {array.dtype}; they must be integers.")
+            if array is not None and (array.min() < -(2**31) or array.max() >= 2**31):
+                raise DataError(f"batch {name} reach from {array.min()} to {array.max()}; they must fit in 32 bits.")
         for name in ("labels", "loss_mask", "positions", "segment_ids"):
             array = getattr(self, name)
             if array is not None and array.shape != self.tokens.shape:
@@ -48,8 +54,12 @@ class Batch:
     @property
     def weights(self) -> Array:
         """[B, S] float32 weight of each target, 0 where the label is IGNORE."""
-        valid = (self.labels != IGNORE).astype(np.float32)
-        return valid if self.loss_mask is None else np.asarray(valid * self.loss_mask, np.float32)
+        valid: Array = (self.labels != IGNORE).astype(np.float32)
+        if self.loss_mask is None:
+            return valid
+        # not a product: whatever stands in the mask of what is no target does not count, NaN included
+        counted: Array = np.where(valid > 0, self.loss_mask, 0).astype(np.float32)
+        return counted
 
     @property
     def resolved_positions(self) -> Array:

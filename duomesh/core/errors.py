@@ -11,6 +11,7 @@ __all__ = [
     "ConversionError",
     "DataError",
     "DuomeshError",
+    "DuomeshWarning",
     "OutputError",
     "SpecError",
     "TensorFileError",
@@ -20,6 +21,10 @@ __all__ = [
 
 class DuomeshError(Exception):
     """Base of every error that the user can act on."""
+
+
+class DuomeshWarning(UserWarning):
+    """Something was read in a way that the user should know of: a default that was taken, a tensor that was ignored."""
 
 
 class SpecError(DuomeshError):

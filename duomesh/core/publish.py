@@ -57,9 +57,11 @@ def publish_directory(target: Path, *, overwrite: bool = False) -> Iterator[Path
     Raises:
         OutputError: the place cannot be written, or holds files. Nothing half-written stays behind.
     """
-    target = Path(target)
+    target = Path(os.path.realpath(target))  # a link is followed, never replaced
     if target.is_file():
         raise OutputError(f"cannot write the directory {target}: a file of that name exists.")
+    if overwrite and target in (Path.home(), *(Path.cwd() / "x").parents):
+        raise OutputError(f"{target} would be replaced whole, and you work within it. Choose another directory.")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise OutputError(f"{target} is not empty. Choose another directory, or ask to overwrite it.")
     try:
@@ -100,9 +102,12 @@ def _replace(work: Path, target: Path) -> None:
 
 
 def publish_file(target: Path, data: bytes) -> None:
-    """Writes a file whole or not at all. Raises OutputError."""
-    target = Path(target)
+    """Writes a file whole or not at all; what is no regular file, such as a pipe, is written to. Raises OutputError."""
+    target = Path(os.path.realpath(target))
     try:
+        if target.exists() and not target.is_file() and not target.is_dir():
+            target.write_bytes(data)
+            return
         target.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(prefix=f"{target.name}{_MARK}", dir=target.parent)
     except OSError as error:

@@ -6,6 +6,7 @@ under a canonical name, so nothing above it knows which backend it talks to.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -15,7 +16,16 @@ from duomesh.core.batch import Batch
 from duomesh.core.errors import BackendError
 from duomesh.core.ir.program import ModelProgram
 
-__all__ = ["STATE_GROUPS", "AdamW", "ComputeDType", "Session", "StateLoader", "StepResult", "Trace"]
+__all__ = [
+    "STATE_GROUPS",
+    "AdamW",
+    "ComputeDType",
+    "Session",
+    "StateLoader",
+    "StepResult",
+    "Trace",
+    "check_learning_rate",
+]
 
 ComputeDType = Literal["float32", "bfloat16", "float64"]
 
@@ -107,6 +117,12 @@ class Session(Protocol):
 
     def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Array]]) -> None:
         """Replaces optimizer state and, from `master`, the parameters. Incomplete state raises BackendError."""
+
+
+def check_learning_rate(lr: float) -> None:
+    """Raises BackendError for a rate that would destroy the weights."""
+    if not (math.isfinite(lr) and lr >= 0):
+        raise BackendError(f"the learning rate of a step is {lr}; it must be finite and not negative.")
 
 
 class StateLoader:

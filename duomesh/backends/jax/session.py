@@ -21,7 +21,15 @@ from duomesh.core.arrays import DTYPES, Array
 from duomesh.core.batch import Batch, denominator, num_targets
 from duomesh.core.errors import BackendError
 from duomesh.core.ir.program import ModelProgram
-from duomesh.core.session import STATE_GROUPS, AdamW, ComputeDType, StateLoader, StepResult, Trace
+from duomesh.core.session import (
+    STATE_GROUPS,
+    AdamW,
+    ComputeDType,
+    StateLoader,
+    StepResult,
+    Trace,
+    check_learning_rate,
+)
 
 if TYPE_CHECKING:
     from duomesh.backends.jax.module import FlaxModel
@@ -260,6 +268,7 @@ class JaxSession:
 
     def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         state, config = self._trained()
+        check_learning_rate(lr)
         targets = num_targets(batches)
         if targets == 0:
             return StepResult(0.0, 0.0, 0.0, is_skipped=True)

@@ -36,13 +36,13 @@ class Optimizer:
             {"params": [self.masters[n] for n in params if is_decayed[n]], "weight_decay": config.weight_decay},
             {"params": [self.masters[n] for n in params if not is_decayed[n]], "weight_decay": 0.0},
         ]
-        is_cuda = next(iter(params.values())).is_cuda
+        self._is_fused = next(iter(params.values())).is_cuda
         self._adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             betas=(config.beta1, config.beta2),
             eps=config.eps,
-            fused=is_cuda,
-            foreach=not is_cuda,
+            fused=self._is_fused,
+            foreach=not self._is_fused,
         )
 
     @torch.no_grad()
@@ -55,7 +55,10 @@ class Optimizer:
         for name, master in self.masters.items():
             # popped, so that a narrow gradient is freed as soon as its wide copy exists
             master.grad = grads.pop(name).to(master.dtype)
-        if scale != 1.0:
+        if self._is_fused:
+            # the kernel divides gradients by this as it reads them: no pass of its own
+            self._adamw.grad_scale = torch.full((), 1.0 / scale, device=next(iter(self.masters.values())).device)
+        elif scale != 1.0:
             torch._foreach_mul_([master.grad for master in self.masters.values()], scale)
         for group in self._adamw.param_groups:
             group["lr"] = lr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from duomesh.core.arrays import Array
 from duomesh.core.batch import Batch, denominator, num_targets
 from duomesh.core.errors import BackendError
 from duomesh.core.ir.program import ModelProgram
-from duomesh.core.session import AdamW, ComputeDType, StateLoader, StepResult, Trace
+from duomesh.core.session import AdamW, ComputeDType, StateLoader, StepResult, Trace, check_learning_rate
 
 __all__ = ["TorchSession"]
 
@@ -31,7 +31,7 @@ _ATTENTION = [
 
 @contextmanager
 def _exact_matmul() -> Iterator[None]:
-    """fp32 matmuls in fp32: comparisons must not depend on a TF32 switch that somebody set."""
+    """fp32 matmuls in fp32, whatever TF32 switch somebody set: the run's dtype says what is computed in."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -42,14 +42,25 @@ def _exact_matmul() -> Iterator[None]:
 
 def _device(name: str | None) -> torch.device:
     """The device of that name; None takes a GPU if there is one. Raises BackendError."""
-    count = torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
     try:
-        device = torch.device(name or ("cuda" if count else "cpu"))
+        device = torch.device(name or ("cuda" if gpus else "cpu"))
     except RuntimeError:
         raise BackendError(f"device {name!r} is not a name that torch knows. Use 'cpu' or 'cuda'.") from None
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise BackendError(f"device {name!r} was asked for, but torch finds {count} GPUs. Use device='cpu'.")
+    count = {"cpu": 1, "cuda": gpus}.get(device.type)
+    if count is None:
+        raise BackendError(f"device {name!r} is none that this backend runs on. Use 'cpu' or 'cuda'.")
+    if (device.index or 0) >= count:
+        raise BackendError(f"device {name!r} was asked for, but torch finds {count} of its kind. Use device='cpu'.")
     return device
+
+
+def _lower(program: ModelProgram, dtype: torch.dtype, device: torch.device) -> LoweredModel:
+    try:
+        return LoweredModel(program, dtype, device)
+    except RuntimeError as error:  # torch's way to say that memory is out
+        reason = str(error).splitlines()[0]
+        raise BackendError(f"{device} cannot hold {program.num_params:,} parameters of {dtype}: {reason}") from error
 
 
 class TorchSession:
@@ -73,7 +84,8 @@ class TorchSession:
         self.program = program
         self.compute_dtype = compute_dtype
         self.device = _device(device)
-        self.model = LoweredModel(program, TORCH_DTYPES[compute_dtype], self.device)
+        self.model = _lower(program, TORCH_DTYPES[compute_dtype], self.device)
+        self._has_params = False
         self._wide = torch.float64 if compute_dtype == "float64" else torch.float32
         self._optimizer: Optimizer | None = None
         if compile:
@@ -83,8 +95,10 @@ class TorchSession:
 
     # Parameters
 
-    def _storage(self) -> dict[str, nn.Parameter]:
-        """Storage tensors by name, tied ones once."""
+    def _storage(self, *, filled: bool = True) -> dict[str, nn.Parameter]:
+        """Storage tensors by name, tied ones once. Raises BackendError if they hold no weights yet."""
+        if filled and not self._has_params:
+            raise BackendError("this session has no parameters yet; call load_params first.")
         return dict(self.model.named_parameters())
 
     def _rows(self, tensors: Mapping[str, Tensor], name: str) -> Tensor:
@@ -96,14 +110,8 @@ class TorchSession:
         for name in self.program.placements:
             yield name, self._rows(tensors, name)
 
-    @torch.no_grad()
     def load_params(self, params: Iterable[tuple[str, Array]]) -> None:
-        storage = self._storage()
-        loader = StateLoader(self.program, groups=("params",))
-        for name, array in params:
-            loader.check("params", name, array.shape)
-            self._rows(storage, name).copy_(to_tensor(array))
-        loader.finish()
+        self._fill({"params": self._storage(filled=False)}, (("params", name, array) for name, array in params))
         self._optimizer = None
 
     def params(self) -> Iterator[tuple[str, Array]]:
@@ -126,10 +134,22 @@ class TorchSession:
             "loss_mask": put(batch.weights, self._wide),
         }
 
-    def _attention(self) -> AbstractContextManager[None]:
-        if self.device.type != "cuda":
-            return nullcontext()
-        return sdpa_kernel(_ATTENTION, set_priority=True)
+    @contextmanager
+    def _forward(self, *, grads: bool) -> Iterator[None]:
+        """The state of torch that every pass runs in, whatever the caller's is."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(grads))
+            stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            if self.compute_dtype == "float32":
+                stack.enter_context(_exact_matmul())
+            if self.device.type == "cuda":
+                stack.enter_context(sdpa_kernel(_ATTENTION, set_priority=True))
+            yield
+
+    def _loss_sum(self, batch: Batch, record: dict[str, Tensor] | None = None) -> Tensor:
+        self._storage()  # refuses a session without weights
+        return self.model(**self._device_inputs(batch), record=record)
 
     def _backward(self, batches: Sequence[Batch], divisor: float) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Gradients of the step's objective, summed over micro-batches in at least fp32 when there are several.
@@ -140,8 +160,8 @@ class TorchSession:
         terms: list[Tensor] = []
         sums: dict[str, Tensor] = {}
         for batch in batches:
-            with self._attention():
-                term = self.model(**self._device_inputs(batch)) / divisor
+            with self._forward(grads=True):
+                term = self._loss_sum(batch) / divisor
                 term.backward()
             terms.append(term.detach())
             for name, parameter in storage.items():
@@ -160,8 +180,8 @@ class TorchSession:
 
     def trace(self, batch: Batch, *, grads: bool) -> Trace:
         record: dict[str, Tensor] = {}
-        with _exact_matmul(), self._attention(), torch.set_grad_enabled(grads):
-            loss = self.model(**self._device_inputs(batch), record=record) / denominator([batch])
+        with self._forward(grads=grads):
+            loss = self._loss_sum(batch, record) / denominator([batch])
             found: dict[str, Array] = {}
             if grads:
                 storage = self._storage()
@@ -169,26 +189,25 @@ class TorchSession:
                 found = {n: to_array(t) for n, t in self._canonical(dict(zip(storage, made, strict=True)))}
         return Trace({name: to_array(value) for name, value in record.items()}, loss.item(), found)
 
-    @torch.no_grad()
     def eval_loss(self, batch: Batch) -> tuple[float, float]:
-        with self._attention():
-            return self.model(**self._device_inputs(batch)).item(), num_targets([batch])
+        with self._forward(grads=False):
+            return self._loss_sum(batch).item(), num_targets([batch])
 
-    @torch.no_grad()
     def logits(self, tokens: Array) -> Array:
-        batch = Batch(tokens=tokens, labels=tokens)
-        inputs = self._device_inputs(batch)
-        with self._attention():
+        self._storage()
+        inputs = self._device_inputs(Batch(tokens=tokens, labels=tokens))
+        with self._forward(grads=False):
             out = self.model(inputs["tokens"], inputs["positions"])
         return to_array(out.to(self._wide))
 
     # Training
 
     def init_optimizer(self, config: AdamW, params: Iterable[tuple[str, Array]] | None = None) -> None:
-        slots, storage = self.program.slots, self._storage()
+        slots, storage = self.program.slots, self._storage(filled=params is None)
         self._optimizer = Optimizer(storage, {name: slots[name].is_decayed for name in storage}, config)
         if params is not None:
             self._fill({"params": self._optimizer.masters}, (("params", name, array) for name, array in params))
+            self._optimizer.round_params()
 
     def _trained(self) -> Optimizer:
         if self._optimizer is None:
@@ -197,6 +216,7 @@ class TorchSession:
 
     def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         optimizer = self._trained()
+        check_learning_rate(lr)
         targets = num_targets(batches)
         if targets == 0:
             return StepResult(0.0, 0.0, 0.0, is_skipped=True)
@@ -222,21 +242,24 @@ class TorchSession:
             for name, tensor in self._canonical(tensors):
                 yield group, name, to_array(tensor)
 
-    @torch.no_grad()
     def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Array]]) -> None:
-        self.init_optimizer(config)
-        optimizer = self._trained()
+        slots, storage = self.program.slots, self._storage(filled=False)
+        optimizer = Optimizer(storage, {name: slots[name].is_decayed for name in storage}, config)
         by_group: dict[str, dict[str, Tensor]] = {}
         for (group, name), tensor in optimizer.begin_load(step_count).items():
             by_group.setdefault(group, {})[name] = tensor
+        self._optimizer = None
         self._fill(by_group, state)
+        optimizer.round_params()
+        self._optimizer = optimizer
 
     @torch.no_grad()
     def _fill(self, groups: Mapping[str, Mapping[str, Tensor]], state: Iterable[tuple[str, str, Array]]) -> None:
-        """Copies named arrays into storage tensors by group, and rounds compute weights from their masters."""
+        """Copies named arrays into storage tensors by group."""
         loader = StateLoader(self.program, groups=tuple(groups))
+        self._has_params = False  # until all have come: a stream that stops half-way leaves no usable weights
         for group, name, array in state:
             loader.check(group, name, array.shape)
             self._rows(groups[group], name).copy_(to_tensor(array))
         loader.finish()
-        self._trained().round_params()
+        self._has_params = True

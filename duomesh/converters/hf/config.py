@@ -65,6 +65,8 @@ def read_config(source: Path | str | Mapping[str, Any]) -> HfConfig:
         spec = _spec(fields, family)
     except SpecError as error:
         raise ConversionError(f"{where}: {error}") from None
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ConversionError(f"{where} holds a value that no model can have: {error}.") from error
     dtype = _dtype(fields)
     _note_training_only(fields)
     dialect: Dialect = "v5" if fields.has("rope_parameters") else "v4"

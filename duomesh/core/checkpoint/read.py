@@ -71,6 +71,9 @@ class Checkpoint:
         self.written_by = manifest.written_by
         self._tensors = {(tensor.group, tensor.name): tensor for tensor in manifest.tensors}
         self._files: dict[str, TensorFile] = {}
+        self._listed = {file.name for file in manifest.files}
+        if len(self._tensors) != len(manifest.tensors) or any(Path(name).name != name for name in self._listed):
+            raise CheckpointError(f"{self.path / MANIFEST} names a tensor twice, or a file elsewhere. It is damaged.")
         self._check_tensors()
 
     def _check_tensors(self) -> None:
@@ -86,6 +89,11 @@ class Checkpoint:
         if unknown:
             raise CheckpointError(f"{self.path / MANIFEST} names the unknown dtype {min(unknown)!r}.")
         for tensor in self._tensors.values():
+            strangers = {shard.file for shard in tensor.shards} - self._listed
+            if strangers:
+                raise CheckpointError(
+                    f"{self.path / MANIFEST} lists no file {min(strangers)!r}, yet {tensor.name} is in it."
+                )
             if not _is_tiled(tensor):
                 raise CheckpointError(
                     f"{self.path / MANIFEST}: the slices of {tensor.group} {tensor.name} do not fill its shape "
@@ -150,7 +158,7 @@ class Checkpoint:
         if checksum(whole) != shard.checksum:
             raise CheckpointError(
                 f"{file.path}: {tensor.group} {tensor.name} does not have the checksum that was written. "
-                "The file is damaged; use an earlier checkpoint."
+                f"The file is damaged; delete {self.path} to go on from an earlier checkpoint."
             )
         return whole[first:last]
 

@@ -72,11 +72,19 @@ def find_files(paths: Sequence[str], patterns: Sequence[str]) -> list[Path]:
     """
     found: dict[Path, Path] = {}  # resolved -> as named
     for name in paths:
-        path = Path(name).expanduser()
+        try:
+            path = Path(name).expanduser()
+        except RuntimeError as error:
+            raise DataError(f"{name}: {error} (data.paths).") from None
         if path.is_file():
             files = [path]
         elif path.is_dir():
-            matches = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
+            try:
+                matches = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
+            except (NotImplementedError, ValueError, IndexError) as error:
+                raise DataError(
+                    f"data.patterns {', '.join(patterns)}: {error}. Use globs relative to a folder."
+                ) from None
             files = sorted(matches, key=lambda file: file.relative_to(path).parts)
             if not files:
                 raise DataError(f"the folder {path} has no file that matches {', '.join(patterns)} (data.patterns).")

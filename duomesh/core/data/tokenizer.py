@@ -53,7 +53,7 @@ class ByteTokenizer:
     base_size, full_size = 256, 259
 
     def encode(self, text: str) -> Ids:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+        return np.frombuffer(text.encode(errors="surrogateescape"), np.uint8).astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         # a cut through a multi-byte character shows as a replacement character

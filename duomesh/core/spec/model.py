@@ -46,6 +46,8 @@ def _check_fields(spec: Any) -> None:
         if get_origin(hint) is Literal and value not in get_args(hint):
             words = ", ".join(map(repr, get_args(hint)))
             raise SpecError(f"{type(spec).__name__}.{name} is {value!r}; it must be one of {words}.")
+        if hint is int and (not isinstance(value, int) or isinstance(value, bool)):
+            raise SpecError(f"{type(spec).__name__}.{name} is {value!r}; it must be an integer.")
         if isinstance(value, float) and not math.isfinite(value):
             raise SpecError(f"{type(spec).__name__}.{name} is {value}; it must be finite.")
 
@@ -207,6 +209,8 @@ class AttentionSpec:
             )
         if self.window is not None:
             _require(self.window >= 1, f"window is {self.window}; it counts the current token, so at least 1.")
+        if self.scale is not None:
+            _require(self.scale > 0, f"attention scale is {self.scale}; it must be positive.")
         if self.softcap is not None:
             _require(self.softcap > 0, f"attention softcap is {self.softcap}; it must be positive.")
 

@@ -43,9 +43,9 @@ def write_report(path: Path, rows: Rows, resolved: Resolved, program: ModelProgr
 
     template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    steps = [row for row in rows if row["kind"] == "step"]
-    validations = [row for row in rows if row["kind"] == "validation"]
-    runs = [row for row in rows if row["kind"] == "run"]
+    steps = [row for row in rows if row.get("kind") == "step"]
+    validations = [row for row in rows if row.get("kind") == "validation"]
+    runs = [row for row in rows if row.get("kind") == "run"]
     html = environment.from_string(template).render(
         title=Path(resolved.config.train.output).resolve().name,
         subtitle=_subtitle(program, steps, runs),

@@ -5,9 +5,10 @@ Which directories can be read and which backends exist is not known here: a call
 
 from __future__ import annotations
 
+import fcntl
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from duomesh.core.training.resume import Start, check_data, find_start
 
 __all__ = ["METRICS", "REPORT", "FindModel", "MakeSession", "Outcome", "run_training"]
 
-METRICS, REPORT = "metrics.jsonl", "report.html"
+METRICS, REPORT, LOCK = "metrics.jsonl", "report.html", ".lock"
 
 FindModel = Callable[[TrainConfig], Model]
 MakeSession = Callable[[ModelSpec, RunConfig], Session]
@@ -68,7 +69,29 @@ def run_training(resolved: Resolved, find_model: FindModel, make_session: MakeSe
     model = _find_model(start, find_model)
     data = _load_data(start, model.spec, console)
     _make_folder(output)
+    with _only_run(output):
+        return _run(start, model, data, make_session, console)
 
+
+@contextmanager
+def _only_run(output: Path) -> Iterator[None]:
+    """Two runs in one folder would mix their records and remove each other's checkpoints.
+
+    The lock is the kernel's and goes with the process, however it ends.
+    """
+    with (output / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise OutputError(
+                f"another run is writing to {output}. Wait for it, or choose another train.output."
+            ) from None
+        yield
+
+
+def _run(start: Start, model: Model, data: TrainingData, make_session: MakeSession, console: Console) -> Outcome:
+    config = start.resolved.config
+    output = Path(config.train.output)
     session = make_session(model.spec, config.train)
     progress = _load_session(session, start, model)
     metrics = Metrics(output / METRICS, progress.step)
@@ -91,7 +114,7 @@ def run_training(resolved: Resolved, find_model: FindModel, make_session: MakeSe
             report()
         raise
     report()
-    saved = [row["path"] for row in read_rows(output / METRICS) if row["kind"] == "checkpoint"]
+    saved = [row["path"] for row in read_rows(output / METRICS) if row.get("kind") == "checkpoint"]
     return Outcome(
         progress=progress,
         seconds=time.perf_counter() - began,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -43,7 +44,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.bound
+        return math.isfinite(self.error) and self.error <= self.bound
 
 
 @dataclass(frozen=True)
@@ -92,22 +93,20 @@ class Bounds:
 def relative_error(reference: Array, got: Array, *, floor: float = 0.0) -> tuple[float, tuple[int, ...]]:
     """max|got - reference| / max(max|reference|, floor) and the index of that element.
 
-    Infinite if the shapes differ, if only one side is finite somewhere, or if anything differs from a zero reference.
+    Infinite if the shapes differ, if either side is not finite somewhere, or if anything differs from a zero reference.
     """
     if reference.shape != got.shape:
         return float("inf"), ()
     if reference.size == 0:
         return 0.0, ()
     a, b = reference.astype(np.float64), got.astype(np.float64)
-    # infinities and NaNs agree only with themselves
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
-        difference = np.where(same, 0.0, np.abs(a - b))
-    difference = np.where(np.isnan(difference), np.inf, difference)
+        difference = np.abs(a - b)
+    # a model that makes NaN has failed, even if both sides make it
+    difference = np.where(np.isfinite(a) & np.isfinite(b), difference, np.inf)
     index = tuple(int(i) for i in np.unravel_index(int(difference.argmax()), difference.shape))
     largest = float(difference[index])
-    finite = np.abs(a[np.isfinite(a)])
-    scale = max(float(finite.max(initial=0.0)), floor)
+    scale = max(float(np.abs(a[np.isfinite(a)]).max(initial=0.0)), floor)
     if largest == 0.0:
         return 0.0, index
     return (largest / scale if scale > 0 else float("inf")), index

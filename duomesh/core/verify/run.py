@@ -83,7 +83,7 @@ def _row(row: Row | None) -> dict[str, Any] | None:
         "name": row.name,
         "difference": _number(row.difference),
         "error": _number(row.error),
-        "bound": row.bound,
+        "bound": _number(row.bound),
         "index": list(row.index),
         "reference": _number(row.reference),
         "got": _number(row.got),

@@ -63,6 +63,7 @@ def fill_torch(session: Any) -> None:
     with torch.no_grad():
         for name, parameter in session.model.named_parameters():
             parameter.fill_(1.0) if name.endswith("norm.weight") else parameter.normal_(0.0, 0.02)
+    session._has_params = True  # past `load_params`, which would need host arrays
 
 
 def fill_jax(session: Any) -> None:
@@ -73,7 +74,7 @@ def fill_jax(session: Any) -> None:
     for i, (name, dims) in enumerate(session.model.shapes.items()):
         make = jax.jit(lambda key, dims=dims: 0.02 * jax.random.normal(key, dims, jnp.bfloat16))
         params[name] = jnp.ones(dims, jnp.bfloat16) if name.endswith("norm.weight") else make(jax.random.key(i))
-    session._params = params  # past `load_params`, which would need host arrays
+    session._params = params
 
 
 def peak_gib(kind: str, session: Any) -> float:

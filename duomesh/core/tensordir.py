@@ -11,10 +11,10 @@ import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Any
 
 from duomesh.core.arrays import Array
+from duomesh.core.closing import Closing
 from duomesh.core.errors import TensorFileError
 from duomesh.core.tensorfile import TensorFile, TensorInfo
 
@@ -25,7 +25,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LISTED = 8  # names spelled out in a message
 
 
-class TensorDirectory:
+class TensorDirectory(Closing):
     """The tensors of a folder, read lazily and by slice.
 
     Attributes:
@@ -52,14 +52,6 @@ class TensorDirectory:
                 self.file_of = self._open_all(stack)
             self.names: tuple[str, ...] = tuple(self.file_of)
             self._stack = stack.pop_all()
-
-    def __enter__(self) -> TensorDirectory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self._stack.close()

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
 from duomesh.core.arrays import DTYPES, Array, dtype_name
+from duomesh.core.closing import Closing
 from duomesh.core.errors import TensorFileError
 
 __all__ = ["TensorFile", "TensorFileWriter", "TensorInfo", "header_capacity", "write_tensor_file"]
@@ -71,7 +71,7 @@ class _Entry:
     stop: int
 
 
-class TensorFile:
+class TensorFile(Closing):
     """One open safetensors file. Threads may read from it at the same time.
 
     Attributes:
@@ -106,14 +106,6 @@ class TensorFile:
             self._file.close()
             raise TensorFileError(f"{self.path}: {name} is recorded as an alias of {target}, which cannot be.")
         self._entries[name] = self._entries[target]
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self._file.close()

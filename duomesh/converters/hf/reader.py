@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from duomesh.converters.hf.config import read_config
@@ -17,6 +16,7 @@ from duomesh.converters.hf.names import is_buffer
 from duomesh.converters.pairing import Pairing, convert_pairing, with_pairing
 from duomesh.converters.values import NonFinite, find_nonfinite, largest_difference
 from duomesh.core.arrays import DTYPES, Array, is_float
+from duomesh.core.closing import Closing
 from duomesh.core.errors import ConversionError
 from duomesh.core.ir.build import build_program
 from duomesh.core.spec.model import ModelSpec
@@ -31,7 +31,7 @@ _LISTED = 8  # names spelled out in a message
 _ROWS = 1 << 14  # rows of an embedding compared at once
 
 
-class HfCheckpoint:
+class HfCheckpoint(Closing):
     """An open Hugging Face directory.
 
     Args:
@@ -78,14 +78,6 @@ class HfCheckpoint:
             self._check_missing(allow_missing)
             self._check_shapes()
             self._stack = stack.pop_all()
-
-    def __enter__(self) -> HfCheckpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self._stack.close()

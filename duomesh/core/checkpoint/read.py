@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from duomesh.core.arrays import DTYPES, Array
 from duomesh.core.checkpoint.manifest import MANIFEST, Shard, StoredTensor, TrainingState, read_manifest
 from duomesh.core.checkpoint.write import checksum
+from duomesh.core.closing import Closing
 from duomesh.core.errors import BackendError, CheckpointError, TensorFileError
 from duomesh.core.ir.build import build_program
 from duomesh.core.session import STATE_GROUPS, StateLoader
@@ -40,7 +40,7 @@ def _is_tiled(tensor: StoredTensor) -> bool:
     return sum(prod(shard.shape) for shard in tensor.shards) == prod(tensor.shape)
 
 
-class Checkpoint:
+class Checkpoint(Closing):
     """A complete checkpoint directory.
 
     Args:
@@ -104,14 +104,6 @@ class Checkpoint:
     def groups(self) -> tuple[str, ...]:
         """The groups of tensors that it holds: optimizer state, or "params" alone."""
         return STATE_GROUPS if self.training else ("params",)
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         while self._files:

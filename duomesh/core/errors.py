@@ -13,6 +13,7 @@ __all__ = [
     "DuomeshError",
     "DuomeshWarning",
     "OutputError",
+    "PlanError",
     "SpecError",
     "TensorFileError",
     "TrainingError",
@@ -53,6 +54,10 @@ class CheckpointError(DuomeshError):
 
 class DataError(DuomeshError):
     """Training text or tokens are missing or unusable."""
+
+
+class PlanError(DuomeshError):
+    """A parallel plan cannot be carried out: sizes that do not divide, axes that do not fit together."""
 
 
 class OutputError(DuomeshError):

@@ -47,6 +47,7 @@ class OpKind:
             holds as many of as its first list.
         attrs: names of the attributes that an op stores: conventions and numbers.
         infer: outputs and signature from operands.
+        inner: axes that the op reduces by collectives of its own where they are split; its outputs are then whole.
         derived: names of further keyword arguments of the functions, which follow from shapes; `derive` makes them.
     """
 
@@ -56,6 +57,7 @@ class OpKind:
     infer: Callable[[Inputs, Params], Inferred]
     derived: tuple[str, ...] = ()
     derive: Callable[[Inputs, Params], dict[str, Attr]] = lambda inputs, params: {}
+    inner: tuple[str, ...] = ()
 
     def check(self, inputs: Inputs, params: Params, attrs: Mapping[str, Attr]) -> None:
         """Raises SpecError unless operands and attributes are those of the kind."""
@@ -175,7 +177,8 @@ def _attention(inputs: Inputs, params: Params) -> Inferred:
         raise SpecError(f"attention over q {_names(q.axes)}, k {_names(k.axes)}, v {_names(v.axes)}.")
     batch, _, heads, _, dim = _names(q.axes)
     kv = (batch, "kv_seq", heads, dim)
-    segments = () if inputs[3] is None else (_names(inputs[3].axes),)
+    # keys of every segment are read whole; a query's own segment is found among them
+    segments = () if inputs[3] is None else ((batch, "kv_seq"),)
     signature = Signature(
         inputs=(_names(q.axes), kv, kv, *segments),
         params=(),
@@ -225,7 +228,7 @@ KINDS: dict[str, OpKind] = {
     # cap * tanh(x / cap)
     "softcap": OpKind(("x",), (), ("cap",), _elementwise),
     # logsumexp(logits) - logits[label], in at least fp32; exactly 0, with zero gradient, where label is IGNORE.
-    "cross_entropy": OpKind(("logits", "labels"), (), (), _cross_entropy),
+    "cross_entropy": OpKind(("logits", "labels"), (), (), _cross_entropy, inner=("vocab",)),
     # sum(x * mask)
     "masked_sum": OpKind(("x", "mask"), (), (), _masked_sum),
 }

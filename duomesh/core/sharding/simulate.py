@@ -20,7 +20,7 @@ Ranks = Sequence[Array]
 def meaning(local: Ranks, state: State) -> Array:
     """The value that the ranks' arrays stand for. Ranks that must be equal are checked to be."""
     if state.kind is Kind.SHARD:
-        return np.concatenate(list(local), axis=state.dim)
+        return np.concatenate(list(local), axis=_dim(state))
     if state.kind is Kind.PARTIAL:
         return np.asarray(sum(local[1:], start=local[0]))
     for rank, array in enumerate(local):
@@ -44,21 +44,23 @@ def reshard(local: Ranks, before: State, after: State) -> list[Array]:
     if action is Action.KEEP_FIRST:
         return [local[0], *(np.zeros_like(array) for array in local[1:])]
     if action is Action.PAD:
-        assert before.dim is not None
-        return [_padded(array, before.dim, rank, size) for rank, array in enumerate(local)]
+        return [_padded(array, _dim(before), rank, size) for rank, array in enumerate(local)]
     if action is Action.SLICE:
-        assert after.dim is not None
-        return [_slice(array, after.dim, rank, size) for rank, array in enumerate(local)]
+        return [_slice(array, _dim(after), rank, size) for rank, array in enumerate(local)]
     whole = meaning(local, before)
     if after.kind is Kind.SHARD:  # reduce-scatter and all-to-all
-        assert after.dim is not None
-        return [_slice(whole, after.dim, rank, size) for rank in range(size)]
+        return [_slice(whole, _dim(after), rank, size) for rank in range(size)]
     return [whole] * size
 
 
 def reshard_backward(cotangent: Ranks, before: State, after: State) -> list[Array]:
     """The cotangent of a value in `before`, from that of the same value after `before -> after`."""
     return reshard(cotangent, dual(after), dual(before))
+
+
+def _dim(state: State) -> int:
+    assert isinstance(state.dim, int), f"{state} must name a dim by position"
+    return state.dim
 
 
 def _slice(array: Array, dim: int, rank: int, size: int) -> Array:

@@ -28,10 +28,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class State:
-    """A state on one axis; `dim` is the tensor dim that is split, for SHARD only."""
+    """A state on one axis; `dim` is what is split, for SHARD only: a tensor dim, or a logical axis by name."""
 
     kind: Kind
-    dim: int | None = None
+    dim: int | str | None = None
 
     def __post_init__(self) -> None:
         assert (self.kind is Kind.SHARD) == (self.dim is not None), self
@@ -43,7 +43,7 @@ class State:
 INVARIANT, PARTIAL, REPLICATED = State(Kind.INVARIANT), State(Kind.PARTIAL), State(Kind.REPLICATED)
 
 
-def shard(dim: int) -> State:
+def shard(dim: int | str) -> State:
     """`S(dim)`."""
     return State(Kind.SHARD, dim)
 

@@ -23,8 +23,8 @@ from duomesh.core.init import initial_params
 from duomesh.core.ir.build import build_program
 from duomesh.core.sharding import transitions
 from duomesh.core.sharding.mesh import Mesh, MeshAxis
-from duomesh.core.sharding.transitions import PARTIAL, REPLICATED, shard
-from duomesh.core.sharding.typing import AxisRule, conversions, type_model
+from duomesh.core.sharding.transitions import INVARIANT, PARTIAL, REPLICATED, shard
+from duomesh.core.sharding.typing import AxisRule, conversions, param_state, type_model
 from duomesh.core.spec.model import ModelSpec, NormSpec
 from duomesh.core.verify.compare import relative_error
 from duomesh.kernels.reference.model import ReferenceModel
@@ -210,6 +210,15 @@ def test_a_llama_block_has_megatron_s_collectives() -> None:
     assert count("cp") == (Counter({"all-gather": 2}), Counter({"reduce-scatter": 2}))  # keys and values
 
 
+def test_the_embedding_leaves_in_the_stream_s_layout() -> None:
+    """A table split by rows makes partial sums, which are reduced straight into the stream's layout."""
+    program = build_program(MODELS["plain"])
+    for rule, action in (("sp", "reduce-scatter"), ("tp", "all-reduce"), ("dp", None), ("cp", None)):
+        moves = conversions(program.embed, type_model(program, RULES[rule], 2)["embed"])
+        made = [c.forward.value for c in moves if c.is_differentiated and c.forward.is_collective]
+        assert made == ([] if action is None else [action]), rule
+
+
 def test_states_of_a_block_by_name() -> None:
     program = build_program(MODELS["plain"])
     values = type_model(program, RULES["sp"], 2)["block0"].values
@@ -225,3 +234,19 @@ def test_dims_that_do_not_divide_are_refused_by_name() -> None:
         type_model(program, RULES["tp"], 2)
     with pytest.raises(PlanError, match=r"layers\.0\.attention\.q\.weight: kv_heads=2 cannot be split over tp=4"):
         type_model(program, AxisRule("tp", ("kv_heads",)), 4)
+
+
+def test_every_parameter_rule_is_over_all_uses() -> None:
+    """A tied table is whole in neither use under context parallelism; a weight that one program uses whole and another
+    replicated is replicated."""
+    program = build_program(MODELS["everything"])
+    rule = AxisRule("cp", data="seq", stream=None)  # tokens are split, the stream is gathered before the first block
+    states = type_model(program, rule, 2)
+    asked = {
+        typed.operands[len(op.inputs)]
+        for prefix, part in program.steps
+        for op, typed in zip(part.ops, states[part.name].ops, strict=True)
+        if op.params and program.aliases.get(prefix + str(op.params[0]), prefix + str(op.params[0])) == "embed.weight"
+    }
+    assert asked == {INVARIANT, REPLICATED}
+    assert param_state(program, states, rule, "embed.weight") == REPLICATED

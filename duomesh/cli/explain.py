@@ -17,7 +17,7 @@ __all__ = ["Args", "run"]
 class Args:
     """Print a model's programs: values with their logical axes, ops, weights and axis signatures."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A preset's name or a checkpoint directory."""
     seq: int | None = None
     """Sequence length of the operation count; the model's own context if left out."""

@@ -21,7 +21,7 @@ __all__ = ["Args", "run"]
 class Args:
     """Continue a prompt greedily."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A preset's name or a checkpoint directory."""
     prompt: str
     """Text to continue."""

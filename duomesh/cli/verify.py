@@ -27,9 +27,9 @@ class Args:
     """Compare the same model on two or more sides, op by op and gradient by gradient. Exit code 0 if all agree
     within the bounds, 1 if not."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A preset's name or a checkpoint directory."""
-    sides: Annotated[tuple[str, ...], tyro.conf.Positional]
+    sides: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SIDE SIDE [SIDE ...]")]
     """torch, jax or hf; the first is the reference. Options follow a colon: torch:device=cuda, jax:model=DIR."""
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Compute dtype of every side."""

@@ -1,0 +1,336 @@
+"""Whether a plan fits a model, and the mesh and rules that it stands for. Needs no device.
+
+Every problem is found before any is reported, each with what was given, what is needed and what to change. Two kinds
+are told apart: a plan that cannot be (`impossible`), and one that asks for what is not built yet (`not_built`); the
+second never hides the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import Literal
+
+from duomesh.core.errors import PlanError
+from duomesh.core.plan.plan import Plan
+from duomesh.core.sharding.mesh import Mesh, MeshAxis, atoms
+from duomesh.core.sharding.typing import AxisRule
+from duomesh.core.spec.model import AttentionSpec, ModelSpec
+
+__all__ = ["Problem", "axis_rules", "check", "expert_view", "validate"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong; the parts are phrases, `str` is the sentence."""
+
+    given: str
+    needed: str
+    fix: str
+    kind: Literal["impossible", "not_built"] = "impossible"
+
+    def __str__(self) -> str:
+        return f"{self.given}: {self.needed}; {self.fix}."
+
+
+Problems = Iterator[Problem]
+
+
+def validate(spec: ModelSpec, plan: Plan, *, seq: int | None = None, world_size: int | None = None) -> list[Problem]:
+    """Every problem of running the model by the plan; empty if it can be run.
+
+    Args:
+        spec: the model.
+        plan: the plan.
+        seq: tokens of a sequence; None if unknown, and then not checked.
+        world_size: ranks that there are; None if unknown.
+    """
+    found = [
+        *_heads(spec, plan),
+        *_widths(spec, plan),
+        *_sequence(plan, seq),
+        *_batch(plan),
+        *_ranks(plan, world_size),
+        *_zero(plan),
+        *_dtypes(plan),
+        *_pipeline(spec, plan),
+        *_experts(plan),
+        *_not_built(plan),
+    ]
+    return list(dict.fromkeys(found))
+
+
+def check(spec: ModelSpec, plan: Plan, *, seq: int | None = None, world_size: int | None = None) -> None:
+    """Raises PlanError with every problem, one a line. Arguments as of `validate`."""
+    _refuse(validate(spec, plan, seq=seq, world_size=world_size))
+
+
+def _refuse(problems: Iterable[Problem]) -> None:
+    lines = [str(problem) for problem in problems]
+    if lines:
+        raise PlanError("\n".join(lines))
+
+
+# What the plan stands for
+
+
+def axis_rules(spec: ModelSpec, plan: Plan) -> tuple[Mesh, list[AxisRule]]:
+    """The mesh of one pipeline stage, slowest axis first, and what each axis splits.
+
+    Axes are dp, cp and tp, also where their size is 1. Where there are fewer kv heads than tp ranks, tp is cut into
+    `tp`, over kv heads, and `tp_copies`, over the query heads of each; ffn and vocabulary are split over both.
+
+    Raises PlanError if the plan is impossible for the model.
+    """
+    _refuse(problem for problem in validate(spec, plan) if problem.kind == "impossible")
+    stream = "seq" if plan.sequence_parallel else None
+    copies = _kv_copies(spec, plan)
+    sizes = {"dp": plan.dp, "cp": plan.cp, "tp": plan.tp // copies}
+    rules = [
+        AxisRule("dp", data="batch", stream="batch"),
+        AxisRule("cp", data="seq", stream="seq"),
+        AxisRule("tp", ("kv_heads", "ffn", "vocab"), stream=stream),
+    ]
+    if copies > 1:
+        sizes["tp_copies"] = copies
+        rules.append(AxisRule("tp_copies", ("q_per_kv", "ffn", "vocab"), stream=stream))
+    return Mesh.of(**sizes), rules
+
+
+def expert_view(plan: Plan) -> tuple[MeshAxis, ...]:
+    """A stage's ranks as the experts cut them: edp, ep, etp from slowest to fastest.
+
+    Raises PlanError if the view has no whole number of copies, or no common atoms with (dp, cp, tp).
+    """
+    dense = _dense_view(plan)
+    ranks, needed = prod(axis.size for axis in dense), plan.ep * plan.resolved_etp
+    if ranks % needed:
+        source = f"etp = tp = {plan.tp} (etp was not given)" if plan.etp is None else f"etp={plan.etp}"
+        raise PlanError(
+            f"ep={plan.ep} and {source} need a multiple of ep*etp={needed} ranks, but {_show(dense)} has {ranks}"
+        )
+    view = (MeshAxis("edp", ranks // needed), MeshAxis("ep", plan.ep), MeshAxis("etp", plan.resolved_etp))
+    atoms(dense, view)
+    return view
+
+
+def _dense_view(plan: Plan) -> tuple[MeshAxis, ...]:
+    return MeshAxis("dp", plan.dp), MeshAxis("cp", plan.cp), MeshAxis("tp", plan.tp)
+
+
+def _show(view: Iterable[MeshAxis]) -> str:
+    return ",".join(f"{axis.name}={axis.size}" for axis in view)
+
+
+# What tp splits
+
+
+def _attentions(spec: ModelSpec) -> list[AttentionSpec]:
+    return list(dict.fromkeys(block.attention for block in spec.blocks))
+
+
+def _cuts_heads(attention: AttentionSpec, tp: int) -> bool:
+    """Whole query heads on each rank, and kv heads either whole or in whole copies."""
+    kv_heads = attention.num_kv_heads
+    return attention.num_heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def _kv_copies(spec: ModelSpec, plan: Plan) -> int:
+    """Ranks that hold the same kv heads, in every block."""
+    return plan.tp // gcd(plan.tp, *(a.num_kv_heads for a in _attentions(spec)))
+
+
+def _tp_fix(spec: ModelSpec) -> str:
+    """Every tp that cuts all heads and ffn sizes of the model."""
+    heads = max(a.num_heads for a in _attentions(spec))
+    widths = {block.mlp.ffn_size for block in spec.blocks}
+
+    def fits(tp: int) -> bool:
+        return all(_cuts_heads(a, tp) for a in _attentions(spec)) and not any(width % tp for width in widths)
+
+    return f"use tp in {', '.join(str(tp) for tp in range(1, heads + 1) if fits(tp))}"
+
+
+def _heads(spec: ModelSpec, plan: Plan) -> Problems:
+    tp = plan.tp
+    copies = _kv_copies(spec, plan)
+    for a in _attentions(spec):
+        kv_heads = a.num_kv_heads
+        if a.num_heads % tp:
+            given = f"num_heads={a.num_heads}, num_kv_heads={kv_heads}, tp={tp}"
+            yield Problem(given, "tp must divide the query heads", _tp_fix(spec))
+        if kv_heads % tp and tp % kv_heads:
+            given = f"num_kv_heads={kv_heads}, tp={tp}"
+            yield Problem(given, "tp must divide the kv heads or be a multiple of them", _tp_fix(spec))
+        elif a.num_heads % tp == 0 and a.q_per_kv % copies:  # another block's kv heads ask for more copies
+            given = f"num_heads={a.num_heads}, num_kv_heads={kv_heads}, tp={tp}"
+            needed = f"its {a.q_per_kv} query heads per kv head must be a multiple of the {copies} copies of kv heads"
+            yield Problem(given, f"{needed} that the blocks have in common", "use a smaller tp")
+
+
+def _widths(spec: ModelSpec, plan: Plan) -> Problems:
+    tp = plan.tp
+    for width in dict.fromkeys(block.mlp.ffn_size for block in spec.blocks):
+        if width % tp:
+            yield Problem(f"ffn_size={width}, tp={tp}", "tp must divide the ffn size", _tp_fix(spec))
+    vocab = spec.vocab_size
+    if vocab % tp:
+        padded = -(-vocab // tp) * tp
+        fix = f"use a tp that divides {vocab} ({_near(vocab, tp)}), or a vocabulary of {padded} rows, a multiple of tp"
+        yield Problem(f"vocab_size={vocab}, tp={tp}", "tp must divide the vocabulary, padding is not built yet", fix)
+
+
+def _near(total: int, wanted: int) -> str:
+    """The divisors of `total` on both sides of `wanted`."""
+    return _nearest(wanted, lambda n: total % n == 0, highest=total)
+
+
+def _nearest(wanted: int, fits: Callable[[int], bool], *, highest: int) -> str:
+    below = next((n for n in range(min(wanted - 1, highest), 0, -1) if fits(n)), None)
+    above = next((n for n in range(wanted + 1, highest + 1) if fits(n)), None)
+    return " or ".join(str(n) for n in (below, above) if n is not None)
+
+
+# Tokens and samples
+
+
+def _multiples(number: int, of: int) -> str:
+    """The multiples next to a number that is none."""
+    below = number // of * of
+    return " or ".join(str(n) for n in (below, below + of) if n)
+
+
+def _sequence(plan: Plan, seq: int | None) -> Problems:
+    if plan.sequence_parallel and plan.tp == 1:
+        yield Problem(
+            "sequence_parallel, tp=1", "sequence parallelism is over the tp ranks", "leave it out or use tp=2 or more"
+        )
+    if plan.cp == 1 and plan.cp_kind is not None:
+        yield Problem(f"cp_kind={plan.cp_kind}, cp=1", "cp_kind needs cp > 1", "leave it out or use cp=2 or more")
+    if seq is None:
+        return
+    names = {"cp": plan.cp} | ({"tp": plan.tp} if plan.sequence_parallel else {})
+    names = {name: size for name, size in names.items() if size > 1}
+    parts = prod(names.values())
+    if seq % parts:
+        sizes = ", ".join(f"{name}={size}" for name, size in names.items())
+        reason = " under sequence_parallel" if "tp" in names else ""
+        needed = f"{'*'.join(names)}{'' if len(names) == 1 else f'={parts}'} must divide the sequence length{reason}"
+        yield Problem(f"seq={seq}, {sizes}", needed, f"use seq={_multiples(seq, parts)}")
+
+
+def _batch(plan: Plan) -> Problems:
+    total, size = plan.global_batch_size, plan.micro_batch_size
+    if total is None:
+        return
+    passes = f"micro_batches={plan.micro_batches}, dp={plan.dp}"
+    parts = plan.micro_batches * plan.dp
+    if size is None:
+        if total % parts:
+            needed = f"the global batch must be a multiple of micro_batches*dp={parts}"
+            fix = f"use global_batch_size={_multiples(total, parts)}"
+            yield Problem(f"global_batch_size={total}, {passes}", needed, fix)
+    elif total != size * parts:
+        given = f"global_batch_size={total}, micro_batch_size={size}, {passes}"
+        needed = f"the global batch must be micro_batch_size*micro_batches*dp={size * parts}"
+        per_pass = size * plan.dp
+        if total % per_pass == 0:
+            fix = f"use micro_batches={total // per_pass}"
+        else:
+            fix = f"use global_batch_size={_multiples(total, per_pass)}, micro_batches={_multiples_of(total, per_pass)}"
+        yield Problem(given, needed, fix)
+
+
+def _multiples_of(number: int, of: int) -> str:
+    """How often `of` goes into each of `_multiples`."""
+    return " or ".join(str(n) for n in (number // of, number // of + 1) if n)
+
+
+def _ranks(plan: Plan, world_size: int | None) -> Problems:
+    if world_size is None or world_size == plan.world_size:
+        return
+    sizes = ", ".join(f"{name}={getattr(plan, name)}" for name in ("tp", "dp", "cp", "pp"))
+    replica = plan.tp * plan.cp * plan.pp
+    if world_size % replica == 0:
+        fix = f"use dp={world_size // replica} or start {plan.world_size} ranks"
+    else:
+        fix = f"start {plan.world_size} ranks, or {_multiples(world_size, replica)} with another dp"
+    yield Problem(f"{world_size} ranks, {sizes}", f"tp*dp*cp*pp={plan.world_size} ranks are needed", fix)
+
+
+# State, dtypes, and the axes that come later
+
+
+def _zero(plan: Plan) -> Problems:
+    if plan.zero and plan.dp == 1:
+        yield Problem(f"zero={plan.zero}, dp=1", "zero shares state among dp ranks", "use zero=0 or dp=2 or more")
+    shard = plan.zero_shard
+    if shard is None:
+        return
+    if not plan.zero:
+        yield Problem(f"zero_shard={shard}, zero=0", "zero_shard needs zero", "leave it out or use zero=1, 2 or 3")
+    if plan.dp % shard:
+        fix = f"use zero_shard={_near(plan.dp, shard)}"
+        yield Problem(f"zero_shard={shard}, dp={plan.dp}", "zero_shard must divide dp", fix)
+
+
+def _dtypes(plan: Plan) -> Problems:
+    allowed = {"float32": ("float32",), "bfloat16": ("float32", "bfloat16"), "float64": ("float64",)}[plan.precision]
+    grad_dtype = plan.resolved_grad_dtype
+    if grad_dtype not in allowed:
+        needed = f"gradients of a {plan.precision} step are kept in {' or '.join(allowed)}"
+        fix = f"use grad_dtype={' or '.join(allowed)}"
+        yield Problem(f"grad_dtype={grad_dtype}, precision={plan.precision}", needed, fix)
+    if grad_dtype == "bfloat16" and plan.micro_batches > 1:
+        needed = "bfloat16 is too narrow to add up several micro-batches"
+        given = f"grad_dtype=bfloat16, micro_batches={plan.micro_batches}"
+        yield Problem(given, needed, "use grad_dtype=float32 or micro_batches=1")
+
+
+def _pipeline(spec: ModelSpec, plan: Plan) -> Problems:
+    drop = "leave it out or use pp=2 or more"
+    if plan.pp == 1 and plan.vpp > 1:
+        yield Problem(f"vpp={plan.vpp}, pp=1", "parts of pipeline ranks need pp > 1", drop)
+    if plan.pp == 1 and plan.schedule is not None:
+        yield Problem(f"schedule={plan.schedule}, pp=1", "a schedule needs pp > 1", drop)
+    if plan.pp > 1 and plan.pp * plan.vpp > spec.num_layers:
+        given = f"pp={plan.pp}, vpp={plan.vpp}, num_layers={spec.num_layers}"
+        yield Problem(given, "each of the pp*vpp parts needs a layer", f"use pp*vpp of at most {spec.num_layers}")
+
+
+def _experts(plan: Plan) -> Problems:
+    if plan.ep == 1 and plan.etp is None:
+        return
+    try:
+        expert_view(plan)
+    except PlanError as error:
+        dense = _dense_view(plan)
+        ranks = prod(axis.size for axis in dense)
+        needed = str(error).removesuffix(".")
+        given = f"{_show(dense)}, ep={plan.ep}" + ("" if plan.etp is None else f", etp={plan.etp}")
+        yield Problem(given, needed, _expert_fix(plan, ranks))
+
+
+def _expert_fix(plan: Plan, ranks: int) -> str:
+    def fits(ep: int, etp: int) -> bool:
+        try:
+            expert_view(Plan(tp=plan.tp, dp=plan.dp, cp=plan.cp, ep=ep, etp=etp))
+        except PlanError:
+            return False
+        return True
+
+    if plan.resolved_etp > 1 and fits(plan.ep, 1):
+        return "use etp=1"
+    near = _nearest(plan.ep, lambda ep: fits(ep, plan.resolved_etp), highest=ranks)
+    if near:
+        return f"use ep={near} with etp={plan.resolved_etp}"
+    return f"use ep={_nearest(plan.ep, lambda ep: fits(ep, 1), highest=ranks)} with etp=1"
+
+
+def _not_built(plan: Plan) -> Problems:
+    defaults = Plan()
+    for name in ("pp", "vpp", "schedule", "cp", "cp_kind", "ep", "etp"):
+        value = getattr(plan, name)
+        if value != getattr(defaults, name):
+            yield Problem(f"{name}={value}", f"{name} is not built yet", "leave it out", "not_built")

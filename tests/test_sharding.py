@@ -22,6 +22,7 @@ from duomesh.core.errors import PlanError
 from duomesh.core.init import initial_params
 from duomesh.core.ir.build import build_program
 from duomesh.core.sharding import transitions
+from duomesh.core.sharding.collectives import step_collectives
 from duomesh.core.sharding.mesh import Mesh, MeshAxis
 from duomesh.core.sharding.transitions import INVARIANT, PARTIAL, REPLICATED, shard
 from duomesh.core.sharding.typing import AxisRule, conversions, param_state, type_model
@@ -120,6 +121,21 @@ def test_every_layout_is_the_same_model(name: str, mesh: str) -> None:
     assert set(got) == set(grads)
     for parameter, want in grads.items():
         assert relative_error(want, got[parameter])[0] <= bound("value", "float64"), parameter
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_listed_collectives_are_those_that_are_issued(name: str, mesh: str) -> None:
+    """As a multiset of (phase, kind, axis, size): the list that is derived from types against what a step did."""
+    params, _, _ = one_rank(name)
+    program = build_program(MODELS[name])
+    sharded = ShardedModel(program, *mesh_of(mesh), params)
+    sharded.loss_and_grads(batches())
+    listed: Counter[tuple[str, str, str, int]] = Counter()
+    for c in step_collectives(program, *mesh_of(mesh), batch=4, seq=12, micro_batches=2):
+        listed[c.phase, c.kind, c.axis, c.elements] += c.count
+    assert listed == sharded.issued
+    assert bool(listed) == (sharded.mesh.world_size > 1)
 
 
 def test_packed_documents_under_context_parallelism() -> None:

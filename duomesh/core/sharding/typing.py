@@ -31,6 +31,7 @@ __all__ = [
     "Conversion",
     "OpStates",
     "ProgramStates",
+    "at_home",
     "conversions",
     "param_state",
     "type_model",
@@ -227,6 +228,12 @@ def _check_sizes(model: ModelProgram, rule: AxisRule, size: int) -> None:
                 )
 
 
+def at_home(state: State | None) -> State:
+    """An operand's state under the value's own axis names: attention calls its keys' sequence `kv_seq`."""
+    assert state is not None
+    return shard("seq") if state == shard("kv_seq") else state
+
+
 @dataclass(frozen=True)
 class Conversion:
     """A value that is made in one state and wanted in another."""
@@ -262,8 +269,7 @@ def conversions(program: Program, states: ProgramStates) -> list[Conversion]:
     for op, typed in zip(program.ops, states.ops, strict=True):
         for name, state in zip(op.inputs, typed.operands, strict=False):
             if name is not None and state is not None:
-                # attention calls its keys' sequence by another name
-                want(name, shard("seq") if state == shard("kv_seq") else state)
+                want(name, at_home(state))
     for name, value in program.outputs:
         want(value, states.outputs[name])
     return list(wanted)

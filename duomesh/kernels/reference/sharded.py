@@ -10,6 +10,7 @@ Arrays of parameters have one dim for each logical axis here; an op sees them me
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +23,10 @@ from duomesh.core.batch import IGNORE, Batch, denominator
 from duomesh.core.ir.program import Call, ModelProgram, Program
 from duomesh.core.ir.values import Axes, Param
 from duomesh.core.sharding import simulate
+from duomesh.core.sharding.collectives import move_order
 from duomesh.core.sharding.mesh import Mesh
-from duomesh.core.sharding.transitions import INVARIANT, REPLICATED, Kind, State, dual, shard
-from duomesh.core.sharding.typing import AxisRule, param_state, type_model
+from duomesh.core.sharding.transitions import INVARIANT, REPLICATED, Action, Kind, State, dual, forward, shard
+from duomesh.core.sharding.typing import AxisRule, at_home, param_state, type_model
 from duomesh.kernels.reference.adjoints import ADJOINTS
 from duomesh.kernels.reference.ops import OPS
 
@@ -32,6 +34,7 @@ __all__ = ["ShardedModel"]
 
 Layout = dict[str, State]  # mesh axis -> state, S by position of the dim
 Local = list[Array]  # one array a rank
+_Reduction = Callable[[Sequence[str], Local, Callable[[Local], Array]], Local]
 
 
 @dataclass(eq=False)
@@ -83,6 +86,9 @@ class ShardedModel:
         mesh: its axes, slowest first.
         rules: what each axis splits, one for each axis of the mesh.
         params: whole parameters, float64, by canonical name.
+
+    Attributes:
+        issued: collectives so far, by (phase, kind, axis, elements of the buffer that holds the axis whole).
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class ShardedModel:
         self._rules = {rule.axis: rule for rule in rules}
         assert set(self._rules) == set(mesh.names), "every mesh axis needs one rule"
         self._coordinates = list(mesh.coordinates())
+        self.issued: Counter[tuple[str, str, str, int]] = Counter()
         self.states = {name: type_model(program, self._rules[name], mesh.size(name)) for name in mesh.names}
         self._params = {
             name: self._spread(params[name].reshape([a.size or 0 for a in _axes(param)]), self.param_layout(name))
@@ -128,20 +135,29 @@ class ShardedModel:
         return out
 
     def _over(self, axes: Sequence[str], local: Local, reduce: Callable[[Local], Array]) -> Local:
-        """A reduction over several axes that leaves its result on every rank: an op's own collective."""
+        """A reduction over several axes that leaves its result on every rank."""
         for axis in axes:
             local = self._along(axis, local, lambda group: [reduce(group)] * len(group))
         return local
 
-    def _move(self, held: _Held, layout: Layout) -> _Held:
-        """Transitions axis by axis: joins from the fastest axis on, then cuts from the slowest, so that a dim that
-        several axes split is only ever changed at its minor end."""
+    def _own(self, axes: Sequence[str], local: Local, reduce: Callable[[Local], Array]) -> Local:
+        """A collective that an op declares as its own."""
+        for axis in axes:
+            if self.mesh.size(axis) > 1:
+                self.issued["forward", Action.ALL_REDUCE.value, axis, local[0].size] += 1
+        return self._over(axes, local, reduce)
+
+    def _move(self, held: _Held, layout: Layout, phase: str = "forward") -> _Held:
+        """Transitions axis by axis."""
         local = held.local
-        cuts = [a for a in self.mesh.names if layout[a].kind is Kind.SHARD]
-        joins = [a for a in reversed(self.mesh.names) if a not in cuts]
-        for axis in (*joins, *cuts):
-            move = partial(simulate.reshard, before=held.layout[axis], after=layout[axis])
-            local = self._along(axis, local, move)
+        for axis in move_order(self.mesh.names, layout):
+            before, after = held.layout[axis], layout[axis]
+            sizes = [local[0].size]
+            local = self._along(axis, local, partial(simulate.reshard, before=before, after=after))
+            action = forward(before, after)
+            if action.is_collective and self.mesh.size(axis) > 1:
+                # the buffer that holds the axis whole is the larger side
+                self.issued[phase, action.value, axis, max(*sizes, local[0].size)] += 1
         return _Held(local, layout)
 
     def _spread(self, whole: Array, layout: Layout) -> _Held:
@@ -194,7 +210,7 @@ class ShardedModel:
                 continue
             is_param = i >= len(op.inputs)
             axes = _axes(program.param_by_name[name]) if is_param else program.values[name].axes
-            states = {a: _at_home(t.operands[i]) for a, t in typed.items()}
+            states = {a: at_home(t.operands[i]) for a, t in typed.items()}
             held = self._params[self.program.aliases.get(prefix + name, prefix + name)] if is_param else env[name]
             operands.append(tape.convert(held, _positions(axes, states), self._move))
         applied = _Applied(call, operands, [])
@@ -256,14 +272,17 @@ class ShardedModel:
 
     # Cross entropy over a split vocabulary: a maximum and two sums cross the ranks
 
-    def _softmax(self, applied: _Applied) -> tuple[Local, Local, Local]:
-        """By rank: probabilities of its columns, the log of the sum of exponentials, one-hot labels in its columns."""
+    def _softmax(self, applied: _Applied, reduce: _Reduction) -> tuple[Local, Local, Local]:
+        """By rank: probabilities of its columns, the log of the sum of exponentials, one-hot labels in its columns.
+
+        reduce: `_own` where the ranks talk; `_over` where a backward pass reads what the forward pass has saved.
+        """
         logits, labels = applied.operands
         assert logits is not None and labels is not None
         split = [a for a in self.mesh.names if logits.layout[a] == shard(2)]
-        top = self._over(split, [z.max(-1, keepdims=True) for z in logits.local], np.maximum.reduce)
+        top = reduce(split, [z.max(-1, keepdims=True) for z in logits.local], np.maximum.reduce)
         exps = [np.exp(z - m) for z, m in zip(logits.local, top, strict=True)]
-        total = self._over(split, [e.sum(-1, keepdims=True) for e in exps], np.add.reduce)
+        total = reduce(split, [e.sum(-1, keepdims=True) for e in exps], np.add.reduce)
         hots = []
         for rank, (z, y) in enumerate(zip(logits.local, labels.local, strict=True)):
             columns = np.arange(z.shape[2]) + self._offset(rank, logits.layout, 2, z.shape[2])
@@ -274,10 +293,10 @@ class ShardedModel:
     def _cross_entropy(self, applied: _Applied) -> Local:
         logits, labels = applied.operands
         assert logits is not None and labels is not None
-        _, log_sums, hots = self._softmax(applied)
+        _, log_sums, hots = self._softmax(applied, self._own)
         split = [a for a in self.mesh.names if logits.layout[a] == shard(2)]
         picked = [(hot * z).sum(-1) for hot, z in zip(hots, logits.local, strict=True)]
-        picked = self._over(split, picked, np.add.reduce)
+        picked = self._own(split, picked, np.add.reduce)
         pairs = zip(labels.local, log_sums, picked, strict=True)
         return [np.where(y == IGNORE, 0.0, log_sum - p) for y, log_sum, p in pairs]
 
@@ -300,6 +319,9 @@ class ShardedModel:
 
     def _summed(self, name: str, local: Local) -> Array:
         """A gradient is in the dual of its parameter's layout; its meaning is the sum over the replicated axes."""
+        for axis in self.reduction_axes(name):
+            if self.mesh.size(axis) > 1:
+                self.issued["sync", Action.ALL_REDUCE.value, axis, local[0].size] += 1
         layout = {a: dual(state) for a, state in self.param_layout(name).items()}
         return self.whole(_Held(local, layout)).reshape(self.program.params[name].shape)
 
@@ -316,7 +338,7 @@ class ShardedModel:
                 made = cotangents.get(id(event.result))
                 if made is not None:
                     duals = [{a: dual(s) for a, s in h.layout.items()} for h in (event.result, event.source)]
-                    add(event.source, self._move(_Held(made, duals[0]), duals[1]).local)
+                    add(event.source, self._move(_Held(made, duals[0]), duals[1], "backward").local)
             elif any(id(result) in cotangents for result in event.results):
                 for held, pulled in zip(event.operands, self._pull(event, cotangents), strict=True):
                     if held is not None and pulled is not None:
@@ -362,7 +384,7 @@ class ShardedModel:
         """(softmax - one-hot) c in the rank's columns, 0 where the label is IGNORE."""
         labels = applied.operands[1]
         assert labels is not None
-        probs, _, hots = self._softmax(applied)
+        probs, _, hots = self._softmax(applied, self._over)
         parts = zip(probs, hots, given, labels.local, strict=True)
         return [(p - hot) * np.where(y == IGNORE, 0.0, c)[..., None] for p, hot, c, y in parts]
 
@@ -373,12 +395,6 @@ def _axes(param: Param) -> Axes:
 
 def _named(axis: str | None, names: Sequence[str]) -> State:
     return INVARIANT if axis is None else shard(names.index(axis))
-
-
-def _at_home(state: State | None) -> State:
-    """A state under the value's own axis names: attention calls its keys' sequence `kv_seq`."""
-    assert state is not None
-    return shard("seq") if state == shard("kv_seq") else state
 
 
 def _positions(axes: Axes, states: Mapping[str, State]) -> Layout:

@@ -138,7 +138,7 @@ def _value(name: str, word: str | None) -> Any:
     kinds = _kinds(name)
     if bool in kinds:
         return True if word is None else _FLAGS.get(word, word)
-    if int in kinds and word is not None and word.isdecimal():
+    if int in kinds and word is not None and word.isdecimal() and len(word) < 10:  # no size has more digits
         return int(word)
     return "" if word is None else word
 

@@ -7,9 +7,9 @@ second never hides the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from math import gcd, prod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import gcd, isqrt, prod
 from typing import Literal
 
 from duomesh.core.errors import PlanError
@@ -141,28 +141,32 @@ def _kv_copies(spec: ModelSpec, plan: Plan) -> int:
     return plan.tp // gcd(plan.tp, *(a.num_kv_heads for a in _attentions(spec)))
 
 
-def _tp_fix(spec: ModelSpec) -> str:
+def _tp_choices(spec: ModelSpec) -> list[int]:
     """Every tp that cuts all heads and ffn sizes of the model."""
-    heads = max(a.num_heads for a in _attentions(spec))
+    heads = min(a.num_heads for a in _attentions(spec))
     widths = {block.mlp.ffn_size for block in spec.blocks}
 
     def fits(tp: int) -> bool:
         return all(_cuts_heads(a, tp) for a in _attentions(spec)) and not any(width % tp for width in widths)
 
-    return f"use tp in {', '.join(str(tp) for tp in range(1, heads + 1) if fits(tp))}"
+    return [tp for tp in range(1, heads + 1) if fits(tp)]
+
+
+def _tp_fix(choices: Iterable[int]) -> str:
+    return f"use tp in {', '.join(map(str, choices))}"
 
 
 def _heads(spec: ModelSpec, plan: Plan) -> Problems:
     tp = plan.tp
-    copies = _kv_copies(spec, plan)
+    copies, choices = _kv_copies(spec, plan), _tp_choices(spec)
     for a in _attentions(spec):
         kv_heads = a.num_kv_heads
         if a.num_heads % tp:
             given = f"num_heads={a.num_heads}, num_kv_heads={kv_heads}, tp={tp}"
-            yield Problem(given, "tp must divide the query heads", _tp_fix(spec))
+            yield Problem(given, "tp must divide the query heads", _tp_fix(choices))
         if kv_heads % tp and tp % kv_heads:
             given = f"num_kv_heads={kv_heads}, tp={tp}"
-            yield Problem(given, "tp must divide the kv heads or be a multiple of them", _tp_fix(spec))
+            yield Problem(given, "tp must divide the kv heads or be a multiple of them", _tp_fix(choices))
         elif a.num_heads % tp == 0 and a.q_per_kv % copies:  # another block's kv heads ask for more copies
             given = f"num_heads={a.num_heads}, num_kv_heads={kv_heads}, tp={tp}"
             needed = f"its {a.q_per_kv} query heads per kv head must be a multiple of the {copies} copies of kv heads"
@@ -170,26 +174,29 @@ def _heads(spec: ModelSpec, plan: Plan) -> Problems:
 
 
 def _widths(spec: ModelSpec, plan: Plan) -> Problems:
-    tp = plan.tp
+    tp, choices = plan.tp, _tp_choices(spec)
     for width in dict.fromkeys(block.mlp.ffn_size for block in spec.blocks):
         if width % tp:
-            yield Problem(f"ffn_size={width}, tp={tp}", "tp must divide the ffn size", _tp_fix(spec))
+            yield Problem(f"ffn_size={width}, tp={tp}", "tp must divide the ffn size", _tp_fix(choices))
     vocab = spec.vocab_size
     if vocab % tp:
         padded = -(-vocab // tp) * tp
-        fix = f"use a tp that divides {vocab} ({_near(vocab, tp)}), or a vocabulary of {padded} rows, a multiple of tp"
+        even = _tp_fix(n for n in choices if vocab % n == 0)
+        fix = f"{even}, or a vocabulary of {padded} rows, the next multiple of tp"
         yield Problem(f"vocab_size={vocab}, tp={tp}", "tp must divide the vocabulary, padding is not built yet", fix)
 
 
-def _near(total: int, wanted: int) -> str:
-    """The divisors of `total` on both sides of `wanted`."""
-    return _nearest(wanted, lambda n: total % n == 0, highest=total)
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
-def _nearest(wanted: int, fits: Callable[[int], bool], *, highest: int) -> str:
-    below = next((n for n in range(min(wanted - 1, highest), 0, -1) if fits(n)), None)
-    above = next((n for n in range(wanted + 1, highest + 1) if fits(n)), None)
-    return " or ".join(str(n) for n in (below, above) if n is not None)
+def _nearest(wanted: int, choices: Iterable[int]) -> str:
+    """The choices on both sides of a number that is none; choices ascend."""
+    choices = list(choices)
+    below = [n for n in choices if n < wanted][-1:]
+    above = [n for n in choices if n > wanted][:1]
+    return " or ".join(map(str, below + above))
 
 
 # Tokens and samples
@@ -271,7 +278,7 @@ def _zero(plan: Plan) -> Problems:
     if not plan.zero:
         yield Problem(f"zero_shard={shard}, zero=0", "zero_shard needs zero", "leave it out or use zero=1, 2 or 3")
     if plan.dp % shard:
-        fix = f"use zero_shard={_near(plan.dp, shard)}"
+        fix = f"use zero_shard={_nearest(shard, _divisors(plan.dp))}"
         yield Problem(f"zero_shard={shard}, dp={plan.dp}", "zero_shard must divide dp", fix)
 
 
@@ -313,19 +320,22 @@ def _experts(plan: Plan) -> Problems:
 
 
 def _expert_fix(plan: Plan, ranks: int) -> str:
-    def fits(ep: int, etp: int) -> bool:
-        try:
-            expert_view(Plan(tp=plan.tp, dp=plan.dp, cp=plan.cp, ep=ep, etp=etp))
-        except PlanError:
-            return False
-        return True
+    def fitting(etp: int) -> list[int]:
+        """Every ep that fits with this etp."""
+        found = []
+        for ep in _divisors(ranks):
+            try:
+                expert_view(replace(plan, ep=ep, etp=etp))
+            except PlanError:
+                continue
+            found.append(ep)
+        return found
 
-    if plan.resolved_etp > 1 and fits(plan.ep, 1):
+    etp = plan.resolved_etp
+    if plan.ep in fitting(1):
         return "use etp=1"
-    near = _nearest(plan.ep, lambda ep: fits(ep, plan.resolved_etp), highest=ranks)
-    if near:
-        return f"use ep={near} with etp={plan.resolved_etp}"
-    return f"use ep={_nearest(plan.ep, lambda ep: fits(ep, 1), highest=ranks)} with etp=1"
+    near = _nearest(plan.ep, fitting(etp))
+    return f"use ep={near} with etp={etp}" if near else f"use ep={_nearest(plan.ep, fitting(1))} with etp=1"
 
 
 def _not_built(plan: Plan) -> Problems:

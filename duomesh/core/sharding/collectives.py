@@ -23,7 +23,7 @@ from duomesh.core.sharding.mesh import Mesh
 from duomesh.core.sharding.transitions import REPLICATED, Action, Kind, State, dual
 from duomesh.core.sharding.typing import AxisRule, ProgramStates, at_home, param_state, type_model
 
-__all__ = ["Collective", "Layout", "move_order", "step_collectives"]
+__all__ = ["Collective", "Layout", "distinct_parameters", "move_order", "step_collectives"]
 
 Layout = Mapping[str, State]  # mesh axis -> state, S by logical axis
 Phase = Literal["forward", "backward", "sync"]
@@ -34,7 +34,7 @@ class Collective:
     """One collective that a rank takes part in.
 
     Attributes:
-        op: the value that moves, or the parameter whose gradient is summed, by global name without the layer.
+        op: the value that moves, or the parameter whose gradient is summed, as `<program>.<local name>`.
         kind: "all-gather", "all-reduce", "reduce-scatter" or "all-to-all".
         axis: mesh axis.
         phase: "sync" is the sum of parameter gradients, once a step.
@@ -129,6 +129,8 @@ def step_collectives(
         seq: tokens of a sample.
         has_segments: whether batches carry segment ids.
     """
+    if not mesh.axes:
+        return []
     by_axis = {rule.axis: (rule, type_model(model, rule, mesh.size(rule.axis))) for rule in rules}
     sizes = _Sizes(mesh, batch, seq)
     counts: Counter[Collective] = Counter()
@@ -137,11 +139,22 @@ def step_collectives(
         states = {a: by_axis[a][1][program.name] for a in mesh.names}
         for made in _program_collectives(sizes, program, states, has_segments=has_segments):
             counts[made] += applied[program.name] * micro_batches
-    for name, param in model.params.items():
+    for (program_name, local), (name, repeats) in distinct_parameters(model).items():
         layout = {a: param_state(model, states, rule, name) for a, (rule, states) in by_axis.items()}
-        for made in _parameter_sums(sizes, name, param, layout):
-            counts[made] += 1
+        for made in _parameter_sums(sizes, f"{program_name}.{local}", model.params[name], layout):
+            counts[made] += repeats
     return [Collective(c.op, c.kind, c.axis, c.phase, c.dtype, c.elements, count) for c, count in counts.items()]
+
+
+def distinct_parameters(model: ModelProgram) -> dict[tuple[str, str], tuple[str, int]]:
+    """(program, local name) -> the first global name, and how many layers repeat it; aliases left out."""
+    out: dict[tuple[str, str], tuple[str, int]] = {}
+    for prefix, program in model.steps:
+        for param in program.params:
+            if prefix + param.name not in model.aliases:
+                first, count = out.get((program.name, param.name), (prefix + param.name, 0))
+                out[program.name, param.name] = (first, count + 1)
+    return out
 
 
 def _program_collectives(

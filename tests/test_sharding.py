@@ -40,6 +40,7 @@ RULES = {
     "cp": AxisRule("cp", data="seq", stream="seq"),  # keys and values are gathered
     "copies": AxisRule("copies", ("q_per_kv", "ffn", "vocab")),  # of kv heads, where tp is larger than their number
 }
+RULES["spcopies"] = AxisRule("copies", RULES["copies"].params, stream="seq")
 MESHES: dict[str, list[tuple[str, int]]] = {
     "one": [("tp", 1)],
     "tp2": [("tp", 2)],
@@ -52,6 +53,7 @@ MESHES: dict[str, list[tuple[str, int]]] = {
     "dp2-cp2-sp2": [("dp", 2), ("cp", 2), ("sp", 2)],
     "tp2-copies3": [("tp", 2), ("copies", 3)],
     "dp2-sp2-copies3": [("dp", 2), ("sp", 2), ("copies", 3)],
+    "sp2-spcopies3": [("sp", 2), ("spcopies", 3)],  # the stream's positions are split over both
 }
 # ffn and vocabulary that 6 divides
 WIDE = replace(BLOCK, mlp=replace(MLP, ffn_size=36))

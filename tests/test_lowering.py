@@ -465,3 +465,14 @@ def test_a_jax_step_compiles_once() -> None:
     for i in (0, 1):
         made.train_step([make_batch(spec, i)], 1e-3)
     assert made._step_jit._cache_size() == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c089_a_longer_batch_before_leaves_no_trace(backend: str) -> None:
+    """Lengths 7, 11 and 7 in one bf16 session equal fresh ones bit for bit: tables are made for each batch."""
+    spec = CASES["llama3_scaling"]
+    used = session(spec, backend, "bfloat16")
+    for length in (7, 11, 7):
+        ids = make_batch(spec, 0).tokens[:, :length]
+        fresh = session(spec, backend, "bfloat16")
+        assert used.logits(ids).tobytes() == fresh.logits(ids).tobytes(), length

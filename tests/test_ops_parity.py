@@ -72,14 +72,14 @@ def reference(case: Case, operands: list[Array | None]) -> tuple[list[Array], li
     outputs = made if isinstance(made, tuple) else (made,)
     rng = np.random.default_rng(5)
     cotangents = [np.asarray(rng.standard_normal(np.shape(out)), out.dtype) for out in outputs]
-    return [np.asarray(out) for out in outputs], cotangents, pull(case, operands, list(outputs), cotangents)
+    return [np.asarray(out) for out in outputs], cotangents, pull(case, operands, cotangents)
 
 
-def pull(case: Case, operands: list[Array | None], outputs: list[Array], cotangents: list[Array]) -> dict[int, Array]:
+def pull(case: Case, operands: list[Array | None], cotangents: list[Array]) -> dict[int, Array]:
     """What the adjoint makes of cotangents, by operand."""
     count = len(case.inputs)
     inputs, storage = tuple(operands[:count]), tuple(operands[count:])
-    pulled = ADJOINTS[case.kind](tuple(cotangents), inputs, storage, tuple(outputs), **case.attrs)
+    pulled = ADJOINTS[case.kind](tuple(cotangents), inputs, storage, **case.attrs)
     return {i: g for i, g in enumerate(pulled) if g is not None}
 
 
@@ -122,7 +122,7 @@ def test_op_in_bf16_is_as_good_as_the_reference_in_bf16(case: Case, backend: str
     truth, _, _ = reference(case, exact)
     own, cotangents, own_grads = reference(case, low)
     got, got_grads = BACKENDS[backend](case, low, cotangents)
-    true_grads = pull(case, exact, truth, [c.astype(np.float64) for c in cotangents])
+    true_grads = pull(case, exact, [c.astype(np.float64) for c in cotangents])
     pairs = list(zip(truth, own, got, strict=True))
     pairs += [(true_grads[i], own_grads[i], got_grads[i]) for i in own_grads]
     for want, mine, theirs in pairs:
@@ -203,7 +203,7 @@ def test_c091_cross_entropy_of_bf16_logits_is_computed_in_fp32() -> None:
         (got,), grads = run(one, [logits, labels], [seed])
         assert got.dtype == np.float32, name
         assert relative_error(want, got)[0] <= bound("loss", "float32", terms=512), name
-        pulled = ADJOINTS["cross_entropy"]((np.ones((1, 64)),), (wide, labels), (), (want,))
+        pulled = ADJOINTS["cross_entropy"]((np.ones((1, 64)),), (wide, labels), ())
         assert relative_error(pulled[0], grads[0])[0] <= float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps), name
 
 

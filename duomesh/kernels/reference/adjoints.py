@@ -1,6 +1,6 @@
 """The hand-derived vector-Jacobian product of every op.
 
-    adjoint(cotangents, inputs, storage, outputs, **attrs) -> cotangents of (*inputs, *storage)
+    adjoint(cotangents, inputs, storage, **attrs) -> cotangents of (*inputs, *storage)
 
 Arguments are tuples as the forward function took and returned them. With L a scalar and c = dL/d(output), an
 adjoint returns dL/d(operand) for each operand, or None for one that is not differentiated (ids, positions, tables,
@@ -19,6 +19,7 @@ import numpy as np
 
 from duomesh.core.arrays import Array
 from duomesh.core.batch import IGNORE
+from duomesh.core.ir.ops import KINDS
 from duomesh.kernels.reference.activations import ACTIVATIONS
 from duomesh.kernels.reference.ops import attention_scores, log_softmax, normalise, rotate, wide
 
@@ -34,7 +35,7 @@ def _sum_rows(x: Array) -> Array:
     return np.asarray(x.reshape(-1, x.shape[-1]).sum(axis=0))
 
 
-def embedding(cotangents: Arrays, inputs: Arrays, storage: Arrays, outputs: Arrays) -> Cotangents:
+def embedding(cotangents: Arrays, inputs: Arrays, storage: Arrays) -> Cotangents:
     """Row i of the table collects the cotangents of every position that looked it up."""
     (table,) = storage
     d_table = np.zeros(table.shape, wide(cotangents[0]).dtype)
@@ -42,7 +43,7 @@ def embedding(cotangents: Arrays, inputs: Arrays, storage: Arrays, outputs: Arra
     return None, d_table
 
 
-def scale(cotangents: Arrays, inputs: Arrays, storage: Arrays, outputs: Arrays, *, factor: float) -> Cotangents:
+def scale(cotangents: Arrays, inputs: Arrays, storage: Arrays, *, factor: float) -> Cotangents:
     """y = f x: dx = f c, with the factor that the forward used."""
     (x,) = inputs
     return ((wide(cotangents[0]) * wide(np.asarray(factor, x.dtype))).astype(x.dtype),)
@@ -52,7 +53,6 @@ def norm(
     cotangents: Arrays,
     inputs: Arrays,
     storage: Operands,
-    outputs: Arrays,
     *,
     centered: bool,
     eps: float,
@@ -81,7 +81,6 @@ def linear(
     cotangents: Arrays,
     inputs: Arrays,
     storage: Operands,
-    outputs: Arrays,
     *,
     outs: tuple[tuple[int, ...], ...],
     biased: tuple[bool, ...],
@@ -100,16 +99,12 @@ def linear(
     return (packed @ matrix).reshape(x.shape).astype(x.dtype), (packed.T @ tokens).reshape(weight.shape), d_bias
 
 
-def rope_table(
-    cotangents: Arrays, inputs: Arrays, storage: Arrays, outputs: Arrays, *, attention_factor: float
-) -> Cotangents:
+def rope_table(cotangents: Arrays, inputs: Arrays, storage: Arrays, *, attention_factor: float) -> Cotangents:
     """Nothing that is trained enters the table."""
     return None, None
 
 
-def rope(
-    cotangents: Arrays, inputs: Arrays, storage: Arrays, outputs: Arrays, *, pairing: str, compute: str
-) -> Cotangents:
+def rope(cotangents: Arrays, inputs: Arrays, storage: Arrays, *, pairing: str, compute: str) -> Cotangents:
     """Each pair is turned (and stretched by the table's factor) by a matrix whose transpose has the angle negated."""
     x, cos, sin = inputs
     c = wide(cotangents[0])
@@ -122,7 +117,6 @@ def attention(
     cotangents: Arrays,
     inputs: Operands,
     storage: Arrays,
-    outputs: Arrays,
     *,
     scale: float,
     window: int | None,
@@ -148,7 +142,7 @@ def attention(
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
-def glu(cotangents: Arrays, inputs: Arrays, storage: Arrays, outputs: Arrays, *, activation: str) -> Cotangents:
+def glu(cotangents: Arrays, inputs: Arrays, storage: Arrays, *, activation: str) -> Cotangents:
     """y = a(g) u: dg = c u a'(g), du = c a(g)."""
     gate, up = inputs
     c, function = wide(cotangents[0]), ACTIVATIONS[activation]
@@ -156,25 +150,25 @@ def glu(cotangents: Arrays, inputs: Arrays, storage: Arrays, outputs: Arrays, *,
     return d_gate.astype(gate.dtype), (c * function.value(wide(gate))).astype(up.dtype)
 
 
-def activation(cotangents: Arrays, inputs: Arrays, storage: Arrays, outputs: Arrays, *, activation: str) -> Cotangents:
+def activation(cotangents: Arrays, inputs: Arrays, storage: Arrays, *, activation: str) -> Cotangents:
     """y = a(x): dx = c a'(x)."""
     (x,) = inputs
     return ((wide(cotangents[0]) * ACTIVATIONS[activation].derivative(wide(x))).astype(x.dtype),)
 
 
-def add(cotangents: Arrays, inputs: Arrays, storage: Arrays, outputs: Arrays) -> Cotangents:
+def add(cotangents: Arrays, inputs: Arrays, storage: Arrays) -> Cotangents:
     """y = a + b: both get c."""
     return cotangents[0].astype(inputs[0].dtype), cotangents[0].astype(inputs[1].dtype)
 
 
-def softcap(cotangents: Arrays, inputs: Arrays, storage: Arrays, outputs: Arrays, *, cap: float) -> Cotangents:
+def softcap(cotangents: Arrays, inputs: Arrays, storage: Arrays, *, cap: float) -> Cotangents:
     """y = cap tanh(x / cap): dx = c (1 - tanh^2(x / cap))."""
     (x,) = inputs
     t = np.tanh(wide(x) / np.asarray(cap, wide(x).dtype))
     return ((wide(cotangents[0]) * (1.0 - t * t)).astype(x.dtype),)
 
 
-def cross_entropy(cotangents: Arrays, inputs: Arrays, storage: Arrays, outputs: Arrays) -> Cotangents:
+def cross_entropy(cotangents: Arrays, inputs: Arrays, storage: Arrays) -> Cotangents:
     """l = -log softmax(z)[label]: dz = c (softmax(z) - onehot(label)); exactly 0 where the label is IGNORE."""
     logits, labels = inputs
     is_target = (labels != IGNORE)[..., None]
@@ -187,24 +181,10 @@ def cross_entropy(cotangents: Arrays, inputs: Arrays, storage: Arrays, outputs: 
     return d_logits.astype(logits.dtype), None
 
 
-def masked_sum(cotangents: Arrays, inputs: Arrays, storage: Arrays, outputs: Arrays) -> Cotangents:
+def masked_sum(cotangents: Arrays, inputs: Arrays, storage: Arrays) -> Cotangents:
     """y = sum(x m): dx = c m."""
     x, mask = inputs
     return (wide(cotangents[0]) * mask.astype(wide(x).dtype)).astype(x.dtype), None
 
 
-ADJOINTS: dict[str, Callable[..., Cotangents]] = {
-    "embedding": embedding,
-    "scale": scale,
-    "norm": norm,
-    "linear": linear,
-    "rope_table": rope_table,
-    "rope": rope,
-    "attention": attention,
-    "glu": glu,
-    "activation": activation,
-    "add": add,
-    "softcap": softcap,
-    "cross_entropy": cross_entropy,
-    "masked_sum": masked_sum,
-}
+ADJOINTS: dict[str, Callable[..., Cotangents]] = {kind: globals()[kind] for kind in KINDS}

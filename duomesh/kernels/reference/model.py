@@ -165,7 +165,7 @@ def _pull_back(step: _Step, cotangents: dict[str, Array]) -> dict[str, Array]:
         made = tuple(cotangents.get(name, np.zeros_like(out)) for name, out in zip(op.outputs, outputs, strict=True))
         inputs = tuple(None if name is None else step.values[name] for name in op.inputs)
         storage = tuple(None if slot is None else step.weights[slot] for slot in slots)
-        pulled = ADJOINTS[op.kind](made, inputs, storage, outputs, **call.kwargs)
+        pulled = ADJOINTS[op.kind](made, inputs, storage, **call.kwargs)
         for name, cotangent in zip(op.inputs, pulled, strict=False):
             if name is not None and cotangent is not None:
                 _accumulate(cotangents, name, cotangent)

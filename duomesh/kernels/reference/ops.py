@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from duomesh.core.arrays import Array
 from duomesh.core.batch import IGNORE
+from duomesh.core.ir.ops import KINDS
 from duomesh.kernels.reference.activations import ACTIVATIONS
 
 __all__ = ["OPS", "attention_scores", "normalise", "rotate", "wide"]
@@ -231,18 +232,4 @@ def masked_sum(x: Array, mask: Array) -> Array:
     return np.asarray(np.sum(wide(x) * mask.astype(wide(x).dtype)))
 
 
-OPS: dict[str, Callable[..., Any]] = {
-    "embedding": embedding,
-    "scale": scale,
-    "norm": norm,
-    "linear": linear,
-    "rope_table": rope_table,
-    "rope": rope,
-    "attention": attention,
-    "glu": glu,
-    "activation": activation,
-    "add": add,
-    "softcap": softcap,
-    "cross_entropy": cross_entropy,
-    "masked_sum": masked_sum,
-}
+OPS: dict[str, Callable[..., Any]] = {kind: globals()[kind] for kind in KINDS}

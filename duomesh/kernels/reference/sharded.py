@@ -367,9 +367,7 @@ class ShardedModel:
             whole = np.zeros_like(inputs[0])
             whole[:, self._rows(applied, rank)] = given[0]
             given = [whole]
-        outputs = OPS[kind](*inputs, *storage, **kwargs)
-        made = outputs if isinstance(outputs, tuple) else (outputs,)
-        pulled = list(ADJOINTS[kind](tuple(given), tuple(inputs), tuple(storage), made, **kwargs))
+        pulled = list(ADJOINTS[kind](tuple(given), tuple(inputs), tuple(storage), **kwargs))
         if kind == "attention" and pulled[0] is not None:
             pulled[0] = pulled[0][:, self._rows(applied, rank)]
         elif kind == "embedding" and pulled[1] is not None:

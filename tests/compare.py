@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["relative_error", "rounding"]
+__all__ = ["distance", "rounding"]
 
 
 def rounding(terms: int, dtype: Any = np.float64) -> float:
@@ -17,7 +17,7 @@ def rounding(terms: int, dtype: Any = np.float64) -> float:
     return 8 * unit * math.sqrt(terms)
 
 
-def relative_error(got: npt.NDArray[Any], want: npt.NDArray[Any]) -> float:
+def distance(got: npt.NDArray[Any], want: npt.NDArray[Any]) -> float:
     """max|got - want| / max|want|; infinite where `got` is not finite, or not 0 and `want` is 0 everywhere."""
     assert got.shape == want.shape, (got.shape, want.shape)
     if not np.isfinite(got).all():

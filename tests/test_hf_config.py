@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compare import relative_error
+from compare import distance
 from hf_dirs import config
 
 from duomesh.converters.hf.config import HfConfig, read_config
@@ -172,10 +172,10 @@ def test_transformers_reads_the_same_model(case: str) -> None:
     for layer, block in enumerate(read.spec.blocks):
         assert block.attention.window == _window(model, layer), layer
         assert block.attention.rope is not None
-        error = relative_error(inverse_frequencies(block.attention.rope), rotary.inv_freq.numpy().astype(np.float64))
+        error = distance(inverse_frequencies(block.attention.rope), rotary.inv_freq.numpy().astype(np.float64))
         assert error <= bound("value", "float32", terms=4)
         factors = np.array([attention_factor(block.attention.rope)]), np.array([rotary.attention_scaling])
-        assert relative_error(*factors) <= bound("value", "float64")
+        assert distance(*factors) <= bound("value", "float64")
     norms = {m.variance_epsilon for name, m in model.named_modules() if hasattr(m, "variance_epsilon")}
     assert norms == {read.spec.final_norm.eps}
     assert read.spec.blocks[0].mlp.activation == HF_ACTIVATIONS[model.config.hidden_act]
@@ -200,7 +200,7 @@ def test_activation_names_mean_the_same_function(name: str) -> None:
     want = ACT2FN[name](torch.from_numpy(x)).numpy()
     got = ACTIVATIONS[HF_ACTIVATIONS[name]].value(x)
     # gelu_fast writes sqrt(2 / pi) with ten digits
-    assert relative_error(got, want) <= bound("value", "float32" if name == "gelu_fast" else "float64")
+    assert distance(got, want) <= bound("value", "float32" if name == "gelu_fast" else "float64")
 
 
 # ---- rotary base -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compare import relative_error
+from compare import distance
 from hf_dirs import (
     BF16,
     Array,
@@ -413,7 +413,7 @@ def test_an_exported_model_computes_what_it_did(tmp_path: Path, name: str, diale
     params = random_params(spec)
     export_hf(tmp_path / "out", spec, params.items(), dialect=dialect, max_shard_bytes=200_000)
     data = tokens(spec.vocab_size)
-    error = relative_error(exported_logits(tmp_path / "out", data), reference_logits(spec, params, data))
+    error = distance(exported_logits(tmp_path / "out", data), reference_logits(spec, params, data))
     assert error <= bound("logits", "float64")
 
 
@@ -424,12 +424,12 @@ def test_c023_an_interleaved_model_exports_as_its_half_split_twin_and_comes_back
     export_hf(tmp_path / "out", spec, params.items())
     data = tokens(spec.vocab_size)
     want = reference_logits(spec, params, data)
-    assert relative_error(exported_logits(tmp_path / "out", data), want) <= bound("logits", "float64")
+    assert distance(exported_logits(tmp_path / "out", data), want) <= bound("logits", "float64")
     with HfCheckpoint(tmp_path / "out", pairing="interleaved") as checkpoint:
         assert checkpoint.spec == spec
         assert {n: a.tobytes() for n, a in checkpoint.params()} == {n: a.tobytes() for n, a in params.items()}
     # the pairing matters: without the reordering the model is another one
-    assert relative_error(reference_logits(with_pairing(spec, "half"), params, data), want) > 0.01
+    assert distance(reference_logits(with_pairing(spec, "half"), params, data), want) > 0.01
     name = "layers.0.attention.q.weight"
     assert not np.array_equal(convert_pairing(spec, name, params[name], "half"), params[name])
 
@@ -442,7 +442,7 @@ def test_c023_the_oracle_takes_interleaved_models_and_gives_their_gradients() ->
     loss, grads = ReferenceModel(build_program(spec), params).loss_and_grads([data])
     assert abs(trace.loss - loss) <= bound("loss", "float64") * loss
     for name, want in grads.items():
-        assert relative_error(trace.grads[name], want) <= bound("gradient", "float64"), name
+        assert distance(trace.grads[name], want) <= bound("gradient", "float64"), name
 
 
 def test_c028_a_window_on_one_layer_means_the_same_in_transformers(tmp_path: Path) -> None:
@@ -466,7 +466,7 @@ def test_c028_a_window_on_one_layer_means_the_same_in_transformers(tmp_path: Pat
     assert (seen[0][:, :, 8, 0] > 0).all()
     with HfCheckpoint(tmp_path / "out") as checkpoint:
         want = reference_logits(checkpoint.spec, dict(checkpoint.params()), sample)
-    assert relative_error(exported_logits(tmp_path / "out", sample), want) <= bound("logits", "float64")
+    assert distance(exported_logits(tmp_path / "out", sample), want) <= bound("logits", "float64")
 
 
 def test_c030_an_eps_that_shows_survives(tmp_path: Path) -> None:
@@ -478,7 +478,7 @@ def test_c030_an_eps_that_shows_survives(tmp_path: Path) -> None:
     sample = tokens(512)
     with HfCheckpoint(tmp_path / "in") as checkpoint:
         want = reference_logits(checkpoint.spec, dict(checkpoint.params()), sample)
-    assert relative_error(exported_logits(tmp_path / "out", sample), want) <= bound("logits", "float64")
+    assert distance(exported_logits(tmp_path / "out", sample), want) <= bound("logits", "float64")
 
 
 def test_params_may_come_from_a_generator_and_in_any_order(tmp_path: Path) -> None:

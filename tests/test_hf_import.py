@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compare import relative_error
+from compare import distance
 from hf_dirs import BF16, Array, Tensors, config, tensors, write_directory, write_safetensors
 
 from duomesh.converters.hf.config import read_config
@@ -85,11 +85,11 @@ def test_an_imported_model_computes_what_transformers_computes(tmp_path: Path, c
         "embed.lookup", "layers.0.mlp_residual", "layers.1.mlp_residual", "head.norm", "head.logits",
     }  # fmt: skip
     for name, want in oracle.values.items():
-        assert relative_error(values[name], want) <= bound("logits", "float64"), name
+        assert distance(values[name], want) <= bound("logits", "float64"), name
     assert abs(loss - oracle.loss) <= bound("loss", "float64") * oracle.loss
     assert set(grads) == set(oracle.grads)
     for name, want in oracle.grads.items():
-        assert relative_error(grads[name], want) <= bound("gradient", "float64"), name
+        assert distance(grads[name], want) <= bound("gradient", "float64"), name
 
 
 def test_frequencies_of_the_float64_oracle_are_those_of_the_models_table() -> None:
@@ -150,7 +150,7 @@ def test_the_oracle_runs_in_lower_precision(dtype: Any) -> None:
     data = batch(512)
     got, want = (random_oracle(config(), d)[1].trace(data, grads=True) for d in (dtype, "float64"))
     assert str(got.values["head.logits"].dtype) == dtype == str(got.grads["embed.weight"].dtype)
-    error = relative_error(got.values["head.logits"].astype(np.float64), want.values["head.logits"])
+    error = distance(got.values["head.logits"].astype(np.float64), want.values["head.logits"])
     unit = 2.0 ** (-24 if dtype == "float32" else -8)
     assert 0.1 * unit < error < bound("logits", "bfloat16", own_error=1.0)
 

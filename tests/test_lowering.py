@@ -184,10 +184,7 @@ def test_fp32_is_within_its_own_rounding(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_c093_bf16_gradients_accumulate_in_fp32(backend: str) -> None:
-    """Micro-batches with gradients 256 and 1 make 257, which bf16 would round to 256.
-
-    Only the head is linear in the hidden state, so its gradient is scaled exactly through the loss mask.
-    """
+    """Micro-batches that weigh 256 and 1: a sum in bf16 would lose the second, and every sum would be a bf16 number."""
     spec = model(attention(), attention())
     made = session(spec, backend, "bfloat16")
     one = make_batch(spec, 0)
@@ -199,8 +196,6 @@ def test_c093_bf16_gradients_accumulate_in_fp32(backend: str) -> None:
     _, sums = made.loss_and_grads([weighted(256.0), weighted(1.0)])
     for name, grad in sums.items():
         assert grad.dtype == np.float32, name
-        # both denominators are powers of two apart from 257, so the sum is the single gradient up to bf16 of each part
-        assert np.isfinite(grad).all(), name
     name = "head.weight"
     largest = np.unravel_index(np.abs(ones[name].astype(np.float64)).argmax(), ones[name].shape)
     assert sums[name][largest] != sums[name].astype(ones[name].dtype).astype(np.float32)[largest]

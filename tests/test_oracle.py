@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from compare import relative_error, rounding
+from compare import distance, rounding
 from oracle import OracleResult, run_oracle
 from spec_cases import CASES, model
 
@@ -72,7 +72,7 @@ def test_forward_matches_the_oracle(spec: ModelSpec, make_batch: Any) -> None:
     pairs |= {f"layers.{n}.mlp_residual": block for n, block in enumerate(want.blocks)}
     for name, expected in pairs.items():
         assert values[name].dtype == np.float64
-        assert relative_error(values[name], expected) <= bound("value", "float64"), name
+        assert distance(values[name], expected) <= bound("value", "float64"), name
     loss, _ = reference(spec, params).loss_and_grads([batch])
     assert abs(loss - want.loss) <= bound("loss", "float64") * want.loss
 
@@ -130,7 +130,7 @@ def test_micro_batches_are_one_objective() -> None:
     loss, grads = reference(spec, params).loss_and_grads(parts)
     assert abs(loss - want_loss) <= bound("loss", "float64") * want_loss
     for name in want:
-        assert relative_error(grads[name], want[name]) <= bound("gradient", "float64"), name
+        assert distance(grads[name], want[name]) <= bound("gradient", "float64"), name
 
 
 def test_no_target_gives_zero_loss_and_gradients() -> None:
@@ -163,7 +163,7 @@ def test_packed_documents_equal_separate_ones() -> None:
     packed = reference(spec, params).forward(replace(batch, positions=positions, segment_ids=segments))["head.logits"]
     for rows in (slice(0, cut), slice(cut, S)):
         alone = reference(spec, params).forward(Batch(batch.tokens[:, rows], batch.labels[:, rows]))["head.logits"]
-        assert relative_error(packed[:, rows], alone) <= bound("logits", "float64")
+        assert distance(packed[:, rows], alone) <= bound("logits", "float64")
 
 
 def test_c088_casting_the_model_leaves_the_rotary_tables_unchanged() -> None:
@@ -197,7 +197,7 @@ def test_lower_precision_stays_near_float64(spec: ModelSpec, dtype: np.dtype[Any
                 assert values[prefix + name].dtype == wanted, prefix + name
     dtype_name = str(dtype)
     logits = "head." + program.head.outputs[0][1]
-    error = relative_error(values[logits].astype(np.float64), want[logits])
+    error = distance(values[logits].astype(np.float64), want[logits])
     assert error <= bound("logits", dtype_name, own_error=math.inf)
     loss, grads = reference(spec, params).loss_and_grads([batch])
     want_loss, want_grads = exact.loss_and_grads([batch])
@@ -206,7 +206,7 @@ def test_lower_precision_stays_near_float64(spec: ModelSpec, dtype: np.dtype[Any
         assert grad.dtype == np.float32
         if dtype != np.float32 and spec.blocks[0].mlp.activation == "relu":
             continue  # its derivative steps: rounding that moves a value across 0 is not a small error
-        error = relative_error(grad.astype(np.float64), want_grads[name])
+        error = distance(grad.astype(np.float64), want_grads[name])
         assert error <= bound("gradient", dtype_name, own_error=math.inf), name
 
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from compare import relative_error, rounding
+from compare import distance, rounding
 from op_cases import OP_CASES, Case, torch_activation
 
 from duomesh.core.batch import IGNORE
@@ -60,7 +60,7 @@ def test_op_and_adjoint_match_torch_in_float64(case: Case) -> None:
     assert len(outputs) == len(expected)
     for got, want in zip(outputs, expected, strict=True):
         assert got.dtype == np.float64
-        assert relative_error(got, want.detach().numpy()) <= bound("value", "float64")
+        assert distance(got, want.detach().numpy()) <= bound("value", "float64")
     cotangents = seeds(case)
     pulled = pull_back(case, cotangents)
     assert [i for i, c in enumerate(pulled) if c is not None] == case.differentiated
@@ -71,7 +71,7 @@ def test_op_and_adjoint_match_torch_in_float64(case: Case) -> None:
         tensor, got = tensors[i], pulled[i]
         assert tensor is not None and tensor.grad is not None and got is not None
         assert got.dtype == np.float64
-        assert relative_error(got, tensor.grad.numpy()) <= bound("gradient", "float64"), f"operand {i}"
+        assert distance(got, tensor.grad.numpy()) <= bound("gradient", "float64"), f"operand {i}"
 
 
 @by_id
@@ -186,8 +186,8 @@ def test_activations_are_finite_and_right_far_out(name: str) -> None:
     with np.errstate(over="raise", invalid="raise"):
         got = OPS["activation"](x, activation=name)
         (slope,) = ADJOINTS["activation"]((np.ones_like(x),), (x,), (), activation=name)
-    assert relative_error(got, want.detach().numpy()) <= bound("value", "float64")
-    assert relative_error(slope, tensor.grad.numpy()) <= bound("gradient", "float64")
+    assert distance(got, want.detach().numpy()) <= bound("value", "float64")
+    assert distance(slope, tensor.grad.numpy()) <= bound("gradient", "float64")
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float64), np.dtype(np.float32), BF16], ids=str)

@@ -6,9 +6,10 @@ Importing this package loads neither framework: each loads when its backend is f
 from __future__ import annotations
 
 from duomesh import spec
-from duomesh.api import Model, ModelSource, build, explain, new_session, open_model
+from duomesh.api import Model, ModelSource, build, draw, explain, new_session, open_model
 from duomesh.core.batch import IGNORE, Batch
 from duomesh.core.errors import DuomeshError
+from duomesh.core.plan.plan import Plan
 from duomesh.core.session import AdamW, Session
 from duomesh.sides import verify
 
@@ -21,8 +22,10 @@ __all__ = [
     "DuomeshError",
     "Model",
     "ModelSource",
+    "Plan",
     "Session",
     "build",
+    "draw",
     "explain",
     "new_session",
     "open_model",

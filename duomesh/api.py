@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 from duomesh.core.arrays import Array
 from duomesh.core.batch import Batch
@@ -18,14 +18,20 @@ from duomesh.core.errors import BackendError, CheckpointError, ConfigError, Duom
 from duomesh.core.init import initial_params
 from duomesh.core.ir.build import build_program
 from duomesh.core.ir.listing import explain_program
+from duomesh.core.plan.plan import Plan
+from duomesh.core.plan.shard import shard
+from duomesh.core.plan.validate import check
 from duomesh.core.session import ComputeDType, Session
+from duomesh.core.sharding.collectives import StepShape, step_collectives
+from duomesh.core.sharding.listing import LayoutListing, list_layout
+from duomesh.core.sharding.picture import draw_program
 from duomesh.core.spec.model import ModelSpec
 from duomesh.core.spec.serialize import spec_differences
 
 if TYPE_CHECKING:
     from duomesh.converters.hf.writer import ExportReport
 
-__all__ = ["BACKENDS", "Model", "ModelSource", "build", "explain", "new_session", "open_model"]
+__all__ = ["BACKENDS", "Model", "ModelSource", "build", "draw", "explain", "new_session", "open_model"]
 
 Params = Iterator[tuple[str, Array]]
 BACKENDS = ("torch", "jax")
@@ -217,6 +223,53 @@ def build(
     return Model(session).load(source)
 
 
-def explain(model: str | Path | ModelSpec, *, seq: int | None = None) -> str:
-    """What the model computes: its programs, op by op, as text."""
-    return explain_program(build_program(open_model(model).spec), seq=seq)
+@overload
+def explain(model: str | Path | ModelSpec, plan: None = None, *, seq: int | None = None) -> str: ...
+@overload
+def explain(model: str | Path | ModelSpec, plan: Plan | str, *, seq: int | None = None) -> LayoutListing: ...
+def explain(
+    model: str | Path | ModelSpec, plan: Plan | str | None = None, *, seq: int | None = None
+) -> str | LayoutListing:
+    """What the model computes, op by op, as text; with a plan where everything lives, what moves and what a rank holds.
+
+    Args:
+        model: as of `open_model`.
+        plan: a plan or its text, such as "tp=8,dp=4,zero=1".
+        seq: tokens of a sample; None for the model's own context.
+
+    Returns:
+        Text, or a listing that prints as text and has `to_dict`.
+
+    Raises PlanError if the model cannot be run by the plan, with every reason.
+    """
+    spec = open_model(model).spec
+    if plan is None:
+        return explain_program(build_program(spec), seq=seq)
+    plan, length = _checked(spec, plan, seq)
+    shape = StepShape(plan.samples_of_a_pass, length, plan.micro_batches)
+    storage = shard(build_program(spec), plan)
+    return list_layout(storage, shape, compute=plan.precision, grads=plan.resolved_grad_dtype)
+
+
+def draw(model: str | Path | ModelSpec, plan: Plan | str, program: str = "block0", *, seq: int | None = None) -> str:
+    """One program of a model under a plan as a picture: ops, what moves between them, layouts. SVG text.
+
+    Arguments and errors as of `explain`; ConfigError if the model has no such program.
+    """
+    spec = open_model(model).spec
+    plan, length = _checked(spec, plan, seq)
+    storage = shard(build_program(spec), plan)
+    programs = storage.sharded.programs
+    if program not in programs:
+        raise ConfigError(f"the model has no program {program!r}; its programs are {', '.join(programs)}.")
+    collectives = step_collectives(storage, StepShape(plan.samples_of_a_pass, length, plan.micro_batches))
+    title = f"{program}: {plan or 'one rank'}"
+    return draw_program(programs[program], storage.sharded.mesh, title=title, collectives=collectives)
+
+
+def _checked(spec: ModelSpec, plan: Plan | str, seq: int | None) -> tuple[Plan, int]:
+    """The plan, if the model can be run by it, and the length of a sample."""
+    made = Plan.parse(plan) if isinstance(plan, str) else plan
+    length = seq or spec.max_positions
+    check(spec, made, seq=length)
+    return made, length

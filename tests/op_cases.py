@@ -20,6 +20,19 @@ __all__ = ["OP_CASES", "Case", "torch_activation"]
 
 Array = npt.NDArray[Any]
 B, S, K, G, D, H, V = 2, 7, 3, 4, 6, 5, 11
+E, C, F = 9, 3, 8  # experts, choices of a token, their hidden width
+
+# Operands and results that are wide in every run: tables, router scores, losses and masks.
+_WIDE_OPERANDS = {
+    "rope": (1, 2),
+    "rope_table": (1,),
+    "masked_sum": (0, 1),
+    "route": (0,),
+    "balance_sum": (0,),
+    "z_sum": (0,),
+    "combine": (1,),
+}
+_WIDE_RESULTS = ("rope_table", "cross_entropy", "masked_sum", "router", "route", "balance_sum", "z_sum")
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,20 @@ class Case:
     def differentiated(self) -> list[int]:
         return [i for i, x in enumerate(self.operands) if x is not None and i not in self.not_differentiated]
 
+    @property
+    def makes_wide(self) -> bool:
+        return self.kind in _WIDE_RESULTS
+
+    def lowered(self, dtype: npt.DTypeLike) -> tuple[Array | None, ...]:
+        """The operands as a run of a lower dtype has them."""
+
+        def lower(i: int, x: Array | None) -> Array | None:
+            if x is None or x.dtype != np.float64:
+                return x
+            return x.astype(np.float32 if i in _WIDE_OPERANDS.get(self.kind, ()) else dtype)
+
+        return tuple(lower(i, x) for i, x in enumerate(self.operands))
+
 
 _rng = np.random.default_rng(20240)
 
@@ -50,19 +77,23 @@ def _normal(*shape: int) -> Array:
     return _rng.standard_normal(shape)
 
 
-def _norm(name: str, *, centered: bool, has_bias: bool, offset: float, cast: str) -> Case:
+def _norm(name: str, *, centered: bool, has_bias: bool, offset: float, cast: str, over: tuple[int, ...] = (H,)) -> Case:
+    """A norm of heads [B, S, K, H] one by one, or of all heads of a token together."""
+
     def torch_form(x: Any, weight: Any, bias: Any) -> Any:
         import torch.nn.functional as F
 
-        gain = weight + offset
+        gain = (weight + offset).reshape(over)
         if centered:
-            return F.layer_norm(x, (H,), gain, bias, eps=0.01)
-        out = F.rms_norm(x, (H,), gain, eps=0.01)
-        return out if bias is None else out + bias
+            return F.layer_norm(x, over, gain, bias, eps=0.01)
+        out = F.rms_norm(x, over, gain, eps=0.01)
+        return out if bias is None else out + bias.reshape(over)
 
-    storage = (_normal(H), _normal(H) if has_bias else None)
-    attrs = {"centered": centered, "eps": 0.01, "weight_offset": offset, "cast": cast}
-    return Case(name, "norm", (_normal(B, S, K, H) + 0.5,), storage, attrs, torch_form)
+    width = math.prod(over)
+    storage = (_normal(width), _normal(width) if has_bias else None)
+    attrs = {"centered": centered, "eps": 0.01, "weight_offset": offset, "cast": cast, "norm_dims": len(over)}
+    shape = (B, S, *over) if len(over) > 1 else (B, S, K, *over)
+    return Case(name, "norm", (_normal(*shape) + 0.5,), storage, attrs, torch_form)
 
 
 def _linear(name: str, *, outs: tuple[tuple[int, ...], ...], biased: tuple[bool, ...], ins: tuple[int, ...]) -> Case:
@@ -194,6 +225,87 @@ def _torch_table(positions: Any, inv_freq: Any) -> Any:
     return turned.real, turned.imag
 
 
+# Experts
+
+
+def _clear_scores() -> Array:
+    """Scores whose order no difference quotient changes: a token's are at least 0.3 apart."""
+    apart = np.tile(np.linspace(-2, 2, E), (B, S, 1))
+    return _rng.permuted(apart, axis=-1) + _rng.uniform(-0.1, 0.1, (B, S, E))
+
+
+def _choices() -> Array:
+    """C experts of each token, in no order; expert 4 is nobody's."""
+    others = np.delete(np.arange(E, dtype=np.int32), 4)
+    return np.stack([_rng.permutation(others)[:C] for _ in range(B * S)]).reshape(B, S, C)
+
+
+def _torch_route(renormalize: bool) -> Callable[..., Any]:
+    def torch_form(scores: Any) -> Any:
+        import torch
+
+        probs = torch.softmax(scores, -1)
+        gates, ids = torch.topk(probs, C)
+        if renormalize:  # the softmax of the chosen scores alone
+            gates = torch.softmax(torch.gather(scores, -1, ids), -1)
+        return probs, gates, ids.int()
+
+    return torch_form
+
+
+def _torch_count(ids: Any) -> Any:
+    import torch
+
+    return torch.bincount(ids.flatten(), minlength=E).int()
+
+
+def _torch_z(scores: Any) -> Any:
+    return scores.logsumexp(-1).square().sum()
+
+
+def _torch_dispatch(x: Any, ids: Any) -> Any:
+    """By index: row (id, b, s) of the result is token (b, s)."""
+    import torch
+
+    b, s = torch.arange(B)[:, None, None], torch.arange(S)[None, :, None]
+    return torch.zeros(E, B, S, H, dtype=x.dtype).index_put((ids.long(), b, s), x[:, :, None].expand(B, S, C, H))
+
+
+def _torch_expert_linear(x: Any, weight: Any, bias: Any) -> Any:
+    import torch
+    import torch.nn.functional as F
+
+    biases = [None] * E if bias is None else bias
+    return torch.stack([F.linear(x[e], weight[e], biases[e]) for e in range(E)])
+
+
+def _torch_combine(y: Any, gates: Any, ids: Any) -> Any:
+    import torch
+
+    b, s = torch.arange(B)[:, None, None], torch.arange(S)[None, :, None]
+    return (gates[..., None] * y[ids.long(), b, s]).sum(2)
+
+
+def _expert_cases() -> list[Case]:
+    counts = _rng.integers(0, 6, E).astype(np.int32)
+    x, weight, bias = _normal(E, B, S, H), _normal(E, F, H), _normal(E, F)
+    combined = (_normal(E, B, S, H), _rng.uniform(0, 1, (B, S, C)), _choices())
+    return [
+        Case("router", "router", (_normal(B, S, H),), (_normal(E, H),), {}, lambda x, w: x @ w.T),
+        *[
+            Case(name, "route", (_clear_scores(),), (), {"top_k": C, "renormalize": flag}, _torch_route(flag))
+            for name, flag in (("route", False), ("route-renormalised", True))
+        ],
+        Case("count_choices", "count_choices", (_choices(),), (), {"num_experts": E}, _torch_count, (0,)),
+        Case("balance_sum", "balance_sum", (_normal(B, S, E), counts), (), {}, lambda p, n: (p * n).sum(), (1,)),
+        Case("z_sum", "z_sum", (3 * _normal(B, S, E),), (), {}, _torch_z),
+        Case("dispatch", "dispatch", (_normal(B, S, H), _choices()), (), {"num_experts": E}, _torch_dispatch, (1,)),
+        Case("expert_linear", "expert_linear", (x,), (weight, None), {}, _torch_expert_linear),
+        Case("expert_linear-bias", "expert_linear", (x,), (weight, bias), {}, _torch_expert_linear),
+        Case("combine", "combine", combined, (), {}, _torch_combine, (2,)),
+    ]
+
+
 _LABELS = _rng.integers(0, V, (B, S)).astype(np.int32)
 _LABELS[0, 2] = _LABELS[1, 5] = IGNORE
 
@@ -204,6 +316,8 @@ OP_CASES = [
     _norm("rms-offset-bias", centered=False, has_bias=True, offset=1.0, cast="after_weight"),
     _norm("layer", centered=True, has_bias=True, offset=0.0, cast="before_weight"),
     _norm("layer-offset", centered=True, has_bias=False, offset=1.0, cast="after_weight"),
+    _norm("rms-k", centered=False, has_bias=False, offset=0.0, cast="after_weight", over=(K, D)),
+    _norm("rms-q", centered=False, has_bias=True, offset=0.5, cast="before_weight", over=(K, G, D)),
     _linear("linear-one", outs=((V,),), biased=(False,), ins=(H,)),
     _linear("linear-bias", outs=((V,),), biased=(True,), ins=(H,)),
     _linear("linear-qkv", outs=((K, G, D), (K, D), (K, D)), biased=(False, False, False), ins=(H,)),
@@ -242,4 +356,5 @@ OP_CASES = [
         lambda x, m: (x * m).sum(),
         (1,),
     ),
+    *_expert_cases(),
 ]

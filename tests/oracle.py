@@ -1,4 +1,4 @@
-"""A second oracle: a dense decoder written straight down from the papers, one sample at a time, in float64.
+"""A second oracle: a decoder written straight down from the papers, one sample at a time, in float64.
 
 It shares nothing with the library's programs or op references: it reads the fields of a `ModelSpec` and canonical
 parameters, and loops over heads and positions. Slow, for tiny models only.
@@ -8,6 +8,7 @@ parameters, and loops over heads and positions. Slow, for tiny models only.
     grouped heads     arXiv:2305.13245
     RMSNorm           arXiv:1910.07467; LayerNorm arXiv:1607.06450
     gated units       arXiv:2002.05202
+    experts           arXiv:1701.06538; their losses arXiv:2101.03961 (balance) and arXiv:2202.08906 (z)
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import numpy.typing as npt
 
 from duomesh.core.spec.model import (
     AttentionSpec,
+    BlockSpec,
     LinearScaling,
     Llama3Scaling,
     MlpSpec,
     ModelSpec,
+    MoeSpec,
     NormSpec,
     RopeSpec,
     YarnScaling,
@@ -37,13 +40,26 @@ Ids = npt.NDArray[np.int32]
 
 @dataclass
 class OracleResult:
-    """embedded [B, S, H]; blocks: each layer's output [B, S, H]; logits [B, S, V]; token_losses [B, S]; loss."""
+    """embedded [B, S, H]; blocks: each layer's output [B, S, H]; logits [B, S, V]; token_losses [B, S]; loss.
+
+    routed: for each layer, what its router made of every token.
+    """
 
     embedded: Matrix
     blocks: list[Matrix]
     logits: Matrix
     token_losses: Matrix
     loss: float
+    routed: list[list[Routed]]
+
+
+@dataclass
+class Routed:
+    """A router's scores of one token, their softmax, and the experts that were chosen, best first."""
+
+    scores: list[float]
+    probs: list[float]
+    chosen: list[int]
 
 
 def run_oracle(
@@ -60,11 +76,12 @@ def run_oracle(
     batch, length = tokens.shape
     embedded, logits, losses = [], [], np.zeros((batch, length))
     blocks: list[list[Matrix]] = [[] for _ in spec.blocks]
+    routed: list[list[Routed]] = [[] for _ in spec.blocks]
     total, count = 0.0, 0.0
     for b in range(batch):
         where = [int(p) for p in positions[b]] if positions is not None else list(range(length))
         segment = [int(s) for s in segment_ids[b]] if segment_ids is not None else [0] * length
-        x, outputs, z = _decode(spec, weights, tokens[b], where, segment)
+        x, outputs, z = _decode(spec, weights, tokens[b], where, segment, routed)
         embedded.append(x)
         logits.append(z)
         for block, output in zip(blocks, outputs, strict=True):
@@ -76,13 +93,19 @@ def run_oracle(
             losses[b, s] = _log_of_sum_of_exp(list(z[s])) - z[s, labels[b, s]]
             total += weight * losses[b, s]
             count += weight
-    return OracleResult(np.stack(embedded), [np.stack(x) for x in blocks], np.stack(logits), losses, total / count)
+    loss = total / count + sum(_router_losses(b.moe, tokens) for b, tokens in zip(spec.blocks, routed, strict=True))
+    return OracleResult(np.stack(embedded), [np.stack(x) for x in blocks], np.stack(logits), losses, loss, routed)
 
 
 def _decode(
-    spec: ModelSpec, weights: Mapping[str, Matrix], tokens: Ids, where: list[int], segment: list[int]
+    spec: ModelSpec,
+    weights: Mapping[str, Matrix],
+    tokens: Ids,
+    where: list[int],
+    segment: list[int],
+    routed: list[list[Routed]],
 ) -> tuple[Matrix, list[Matrix], Matrix]:
-    """One sample: its embeddings [S, H], each block's output [S, H], its logits [S, V]."""
+    """One sample: its embeddings [S, H], each block's output [S, H], its logits [S, V]. Adds to each layer's routed."""
     x = weights["embed.weight"][tokens]
     if spec.embedding_scale is not None:
         x = x * spec.embedding_scale
@@ -93,7 +116,7 @@ def _decode(
         h = _attention(h, block.attention, weights, name + "attention.", where, segment)
         x = x + _maybe_norm(h, block.attention_post_norm, weights, name + "attention_post_norm")
         h = _maybe_norm(x, block.mlp_norm, weights, name + "mlp_norm")
-        h = _mlp(h, block.mlp, weights, name + "mlp.")
+        h = _feed_forward(h, block, weights, name, routed[n])
         x = x + _maybe_norm(h, block.mlp_post_norm, weights, name + "mlp_post_norm")
         outputs.append(x)
     head = weights["embed.weight" if spec.tie_embeddings else "head.weight"]
@@ -136,12 +159,16 @@ def _attention(
     k = _affine(x, weights, name + "k", spec.k_bias)
     v = _affine(x, weights, name + "v", spec.v_bias)
     scale = 1.0 / math.sqrt(d) if spec.scale is None else spec.scale
+    if spec.qk_norm_over == "all":
+        q = _maybe_norm(q, spec.qk_norm, weights, name + "q_norm")
+        k = _maybe_norm(k, spec.qk_norm, weights, name + "k_norm")
     heads = []
     for head in range(spec.num_heads):
         kv = head // (spec.num_heads // spec.num_kv_heads)
         qh, kh, vh = q[:, head * d : (head + 1) * d], k[:, kv * d : (kv + 1) * d], v[:, kv * d : (kv + 1) * d]
-        qh = _maybe_norm(qh, spec.qk_norm, weights, name + "q_norm")
-        kh = _maybe_norm(kh, spec.qk_norm, weights, name + "k_norm")
+        if spec.qk_norm_over == "head":
+            qh = _maybe_norm(qh, spec.qk_norm, weights, name + "q_norm")
+            kh = _maybe_norm(kh, spec.qk_norm, weights, name + "k_norm")
         if spec.rope is not None:
             qh, kh = _rotate(qh, spec.rope, where), _rotate(kh, spec.rope, where)
         out = np.zeros((length, d))
@@ -241,3 +268,45 @@ def _mlp(x: Matrix, spec: MlpSpec, weights: Mapping[str, Matrix], name: str) -> 
     up = _affine(x, weights, name + "up", spec.up_bias)
     hidden = act(_affine(x, weights, name + "gate", spec.up_bias)) * up if spec.is_gated else act(up)
     return _affine(hidden, weights, name + "down", spec.down_bias)
+
+
+def _feed_forward(
+    x: Matrix, block: BlockSpec, weights: Mapping[str, Matrix], name: str, routed: list[Routed]
+) -> Matrix:
+    """[S, H] -> [S, H]: the MLP, the experts, or both added."""
+    out = np.zeros_like(x)
+    if block.mlp is not None:
+        out = out + _mlp(x, block.mlp, weights, name + "mlp.")
+    if block.moe is not None:
+        out = out + np.stack([_experts(row, block.moe, weights, name + "moe.", routed) for row in x])
+    return out
+
+
+def _experts(x: Matrix, spec: MoeSpec, weights: Mapping[str, Matrix], name: str, routed: list[Routed]) -> Matrix:
+    """One token [H]: the sum of G(x)_i E_i(x) over the experts that are chosen."""
+    act = np.vectorize(_ACTIVATIONS[spec.activation], otypes=[np.float64])
+    scores = [float(row @ x) for row in weights[name + "router.weight"]]
+    norm = _log_of_sum_of_exp(scores)
+    probs = [math.exp(score - norm) for score in scores]
+    chosen = sorted(range(spec.num_experts), key=lambda i: -scores[i])[: spec.top_k]
+    routed.append(Routed(scores, probs, chosen))
+    kept = sum(probs[i] for i in chosen) if spec.renormalize else 1.0
+    out = np.zeros_like(x)
+    for i in chosen:
+        hidden = weights[name + "up.weight"][i] @ x
+        hidden = act(weights[name + "gate.weight"][i] @ x) * hidden if spec.is_gated else act(hidden)
+        out = out + probs[i] / kept * (weights[name + "down.weight"][i] @ hidden)
+    return out
+
+
+def _router_losses(spec: MoeSpec | None, routed: list[Routed]) -> float:
+    """What one layer's router adds to the loss, over all tokens: alpha N sum f_i P_i, and the mean of z^2."""
+    if spec is None:
+        return 0.0
+    tokens = len(routed)
+    balance = 0.0
+    for i in range(spec.num_experts):
+        fraction = sum(token.chosen.count(i) for token in routed) / (spec.top_k * tokens)
+        balance += fraction * sum(token.probs[i] for token in routed) / tokens
+    z = sum(_log_of_sum_of_exp(token.scores) ** 2 for token in routed) / tokens
+    return spec.balance_coefficient * spec.num_experts * balance + spec.z_coefficient * z

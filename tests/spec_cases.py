@@ -1,7 +1,8 @@
 """Small model descriptions for tests: a table that has every convention once, and a hypothesis strategy.
 
 Dims are pairwise distinct, so that a transposed or swapped dim cannot pass: vocabulary 37, hidden 20, 2 kv heads of
-3 query heads, head dim 8, ffn 28. Weights are drawn wide (init_std 0.3), so that no nonlinearity stays linear.
+3 query heads, head dim 8, ffn 28, 5 experts of 12. Weights are drawn wide (init_std 0.3), so that no nonlinearity
+stays linear.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from duomesh.core.spec.model import (
     Llama3Scaling,
     MlpSpec,
     ModelSpec,
+    MoeSpec,
     NormSpec,
     RopeSpec,
     YarnScaling,
@@ -29,6 +31,7 @@ ROPE = RopeSpec(base=10000.0, rotary_dim=8)
 ATTENTION = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=8, rope=ROPE)
 MLP = MlpSpec(ffn_size=28, activation="silu", is_gated=True)
 BLOCK = BlockSpec(attention=ATTENTION, mlp=MLP, attention_norm=RMS, mlp_norm=RMS)
+MOE = MoeSpec(num_experts=5, top_k=2, ffn_size=12, activation="silu", is_gated=True, renormalize=True)
 
 
 def model(*blocks: BlockSpec, **fields: Any) -> ModelSpec:
@@ -51,6 +54,11 @@ def attention(**fields: Any) -> BlockSpec:
     return replace(BLOCK, attention=replace(ATTENTION, **fields))
 
 
+def experts(**fields: Any) -> BlockSpec:
+    """The plain block with experts instead of its MLP."""
+    return replace(BLOCK, mlp=None, moe=replace(MOE, **fields))
+
+
 def rope(**fields: Any) -> BlockSpec:
     """The plain block with another rotary embedding."""
     return attention(rope=replace(ROPE, **fields))
@@ -68,6 +76,7 @@ CASES: dict[str, ModelSpec] = {
         replace(attention(q_bias=True, v_bias=True, o_bias=True), mlp=replace(MLP, up_bias=True, down_bias=True))
     ),
     "qk_norm": model(attention(qk_norm=NormSpec(eps=1e-3))),
+    "qk_norm_over_all": model(attention(qk_norm=replace(_OFFSET_NORM, has_bias=True), qk_norm_over="all")),
     "window": model(attention(window=4), BLOCK, attention(window=1)),
     "repeated_pattern": model(*[attention(window=3), BLOCK] * 2),
     "softcaps": model(attention(softcap=1.5), logit_softcap=2.5),
@@ -95,6 +104,30 @@ CASES: dict[str, ModelSpec] = {
     "embedding_scale": model(embedding_scale=20**0.5, tie_embeddings=True),
     **{f"glu_{name}": model(replace(BLOCK, mlp=replace(MLP, activation=name))) for name in ACTIVATIONS},
 }
+
+# Models with experts, which no backend runs yet.
+EXPERT_CASES: dict[str, ModelSpec] = {
+    "experts": model(experts()),
+    "experts_as_scored": model(experts(renormalize=False, balance_coefficient=0.7)),
+    "one_choice": model(experts(top_k=1, renormalize=False, z_coefficient=0.4)),
+    "one_choice_renormalised": model(experts(top_k=1, balance_coefficient=0.7)),
+    "all_experts": model(experts(top_k=5, renormalize=False)),
+    "plain_experts": model(experts(activation="gelu", is_gated=False, top_k=3)),
+    "shared_expert": model(
+        replace(
+            BLOCK,
+            moe=replace(MOE, balance_coefficient=0.7, z_coefficient=0.3),
+            mlp_post_norm=NormSpec(eps=1e-3, cast="after_weight"),
+        )
+    ),
+    # a different term in each layer, and one layer without any
+    "mixed_layers": model(
+        experts(balance_coefficient=0.7),
+        BLOCK,
+        experts(num_experts=4, ffn_size=10, balance_coefficient=0.2, z_coefficient=0.3),
+    ),
+}
+ALL_CASES = CASES | EXPERT_CASES
 
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -144,12 +177,15 @@ def _attentions(draw: st.DrawFn) -> AttentionSpec:
         compute=st.sampled_from(["activation", "fp32"]),
     )
     flags = {name: draw(st.booleans()) for name in ("q_bias", "k_bias", "v_bias", "o_bias")}
+    qk_norm = draw(st.none() | _norms)
+    over = ["head", "all"] if qk_norm is not None and qk_norm.kind == "rms" else ["head"]
     return AttentionSpec(
         num_heads=kv_heads * draw(st.integers(1, 3)),
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rope=draw(st.none() | ropes),
-        qk_norm=draw(st.none() | _norms),
+        qk_norm=qk_norm,
+        qk_norm_over=draw(st.sampled_from(over)),
         window=draw(st.none() | st.integers(1, 100)),
         softcap=draw(_maybe_number),
         scale=draw(_maybe_number),
@@ -157,28 +193,50 @@ def _attentions(draw: st.DrawFn) -> AttentionSpec:
     )
 
 
-_blocks = st.builds(
-    BlockSpec,
-    attention=_attentions(),
-    mlp=st.builds(
-        MlpSpec,
-        ffn_size=st.integers(1, 30),
-        activation=st.sampled_from(ACTIVATIONS),
-        is_gated=st.booleans(),
-        up_bias=st.booleans(),
-        down_bias=st.booleans(),
-    ),
-    attention_norm=st.none() | _norms,
-    mlp_norm=st.none() | _norms,
-    attention_post_norm=st.none() | _norms,
-    mlp_post_norm=st.none() | _norms,
+_mlps = st.builds(
+    MlpSpec,
+    ffn_size=st.integers(1, 30),
+    activation=st.sampled_from(ACTIVATIONS),
+    is_gated=st.booleans(),
+    up_bias=st.booleans(),
+    down_bias=st.booleans(),
 )
+
+
+@st.composite
+def _moes(draw: st.DrawFn) -> MoeSpec:
+    num_experts = draw(st.integers(1, 9))
+    coefficients = st.just(0.0) | st.floats(1e-6, 1.0)
+    return MoeSpec(
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, num_experts)),
+        ffn_size=draw(st.integers(1, 30)),
+        activation=draw(st.sampled_from(ACTIVATIONS)),
+        is_gated=draw(st.booleans()),
+        renormalize=draw(st.booleans()),
+        balance_coefficient=draw(coefficients),
+        z_coefficient=draw(coefficients),
+    )
+
+
+@st.composite
+def _blocks(draw: st.DrawFn) -> BlockSpec:
+    moe = draw(st.none() | _moes())
+    return BlockSpec(
+        attention=draw(_attentions()),
+        mlp=draw(_mlps if moe is None else st.none() | _mlps),
+        attention_norm=draw(st.none() | _norms),
+        mlp_norm=draw(st.none() | _norms),
+        attention_post_norm=draw(st.none() | _norms),
+        mlp_post_norm=draw(st.none() | _norms),
+        moe=moe,
+    )
 
 
 @st.composite
 def specs(draw: st.DrawFn) -> ModelSpec:
     """Any valid small model; layers repeat a few kinds of blocks."""
-    kinds = draw(st.lists(_blocks, min_size=1, max_size=3))
+    kinds = draw(st.lists(_blocks(), min_size=1, max_size=3))
     layers = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=6))
     return ModelSpec(
         vocab_size=draw(st.integers(1, 40)),

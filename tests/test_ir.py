@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from spec_cases import BLOCK, CASES, attention, model, rope, specs
+from spec_cases import ALL_CASES, BLOCK, CASES, attention, model, rope, specs
 
 from duomesh.core.errors import SpecError
 from duomesh.core.ir.build import build_program
@@ -41,8 +41,12 @@ def check_program(program: Program) -> None:
     results = [value for _, value in program.outputs]
     assert len({name for name, _ in program.outputs}) == len(program.outputs)
     assert set(results) <= defined
-    unused = defined - set(used) - set(results)
-    assert not unused, f"nothing reads {unused}"
+    read = set(used) | set(results)
+    for op in program.ops:
+        # of an op with several results some may be read by nobody: probabilities, where nothing balances experts
+        assert read & set(op.outputs), f"nothing reads {op.name}"
+    unread = {v.name for v in program.inputs} | {c.name for c in program.constants}
+    assert unread <= read, f"nothing reads {unread - read}"
     params = Counter(name for op in program.ops for name in op.params if name is not None)
     assert params == Counter(param.name for param in program.params)
     assert len({op.name for op in program.ops}) == len(program.ops)
@@ -63,10 +67,14 @@ def check_op(program: Program, op: Op) -> None:
         assert names == tuple(axis.name for group in groups for axis in group), op.name
     for name, names in zip(op.outputs, op.signature.outputs, strict=True):
         assert names == tuple(axis.name for axis in program.values[name].axes), op.name
-    everywhere = {n for operand in (*op.signature.inputs, *op.signature.params) for n in operand}
-    assert set(op.signature.local) <= everywhere
-    assert set(op.signature.contracted) <= everywhere
-    assert {n for out in op.signature.outputs for n in out} <= everywhere
+    taken = {n for operand in (*op.signature.inputs, *op.signature.params) for n in operand}
+    made = {n for out in op.signature.outputs for n in out}
+    assert {*op.signature.local, *op.signature.inner} <= taken | made
+    assert set(op.signature.contracted) == taken - made
+    assert not set(op.signature.local) & set(op.signature.inner)
+    created = {"route": {"choice"}, "dispatch": {"experts"}, "count_choices": {"scores"}}
+    assert made - taken == created.get(op.kind, set())
+    assert {name for group in kind.linear for name in group} <= {*kind.inputs, *kind.params}
 
 
 def check_slots(program: Program) -> None:
@@ -116,7 +124,7 @@ def check_model(program: ModelProgram) -> None:
     assert program.num_params == sum(prod(param.shape) for param in program.params.values())
 
 
-@pytest.mark.parametrize("spec", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("spec", ALL_CASES.values(), ids=ALL_CASES.keys())
 def test_invariants_of_the_table(spec: ModelSpec) -> None:
     check_model(build_program(spec))
 
@@ -150,6 +158,19 @@ def test_canonical_names_and_shapes() -> None:
     want = {"embed.weight": (37, 20), "head.norm.weight": (20,), "head.weight": (37, 20)}
     want |= {f"layers.{n}.{name}": shape for n in range(2) for name, shape in layer.items()}
     assert params == want
+
+
+def test_a_norm_over_all_heads_has_one_weight_of_their_width() -> None:
+    program = build_program(CASES["qk_norm_over_all"])
+    ops = {op.name: op for op in program.blocks[0].ops}
+    q, k = ops["attention.q_norm"], ops["attention.k_norm"]
+    assert program.params["layers.0.attention.q_norm.weight"].shape == (48,)
+    assert program.params["layers.0.attention.k_norm.weight"].shape == (16,)
+    assert not program.params["layers.0.attention.q_norm.weight"].is_decayed
+    assert (q.signature.inner, q.signature.local) == (("kv_heads", "q_per_kv"), ("head_dim",))
+    assert (k.signature.inner, k.signature.local) == (("kv_heads",), ("head_dim",))
+    by_head = {op.name: op for op in build_program(CASES["qk_norm"]).blocks[0].ops}["attention.q_norm"]
+    assert (by_head.signature.inner, by_head.signature.local) == ((), ("head_dim",))
 
 
 def test_tied_head_is_an_alias() -> None:
@@ -294,6 +315,18 @@ def _norm_width(b: ProgramBuilder) -> Any:
     return b.op("norm", "n", [b.input(Value("x", STREAM))], [weight, None], **NORM)
 
 
+def _norm_of_other_axes(b: ProgramBuilder) -> Any:
+    """A weight for heads of another number, but of the same width."""
+    weight = b.param("n.weight", ((Axis("kv_heads", 4), Axis("head_dim", 2)),), Init("fill", 1.0))
+    return b.op("norm", "n", [b.input(Value("k", (BATCH, SEQ, HEADS, DIM)))], [weight, None], **NORM)
+
+
+def _centered_norm_of_heads(b: ProgramBuilder) -> Any:
+    weight = b.param("n.weight", ((HEADS, DIM),), Init("fill", 1.0))
+    k = b.input(Value("k", (BATCH, SEQ, HEADS, DIM)))
+    return b.op("norm", "n", [k], [weight, None], **{**NORM, "centered": True})
+
+
 def _linear_width(b: ProgramBuilder) -> Any:
     weight = b.param("up.weight", ((EMBED,), (FFN,)), Init("normal", 1.0))
     return b.op("linear", "up", [b.input(Value("x", STREAM))], [weight, None])
@@ -333,6 +366,8 @@ def _added_widths(b: ProgramBuilder) -> Any:
         (_odd_packs, r"program p, op up: takes equally many weights\* and biases\*, got 3 in all"),
         (_missing_operand, "program p, op s: operand 'x' is required"),
         (_norm_width, r"program p, op n: norm weight n.weight has shape \(10,\); its input ends in embed=6"),
+        (_norm_of_other_axes, r"norm weight n.weight has shape \(8,\); its input ends in kv_heads=2, head_dim=4"),
+        (_centered_norm_of_heads, "a centered norm is over one axis; weight n.weight has kv_heads=2, head_dim=4"),
         (_linear_width, "program p, op up: linear weight up.weight contracts ffn=10"),
         (_bias_width, r"program p, op up: bias up.bias has shape \(6,\)"),
         (_rope_width, "program p, op r: a rotary table for 6 channels cannot rotate heads of 4"),

@@ -18,9 +18,13 @@ from duomesh.core.errors import PlanError
 from duomesh.core.init import initial_params
 from duomesh.core.ir.build import build_program
 from duomesh.core.plan.plan import ContextKind, Plan, PlanDType, Schedule
-from duomesh.core.plan.validate import Problem, axis_rules, check, expert_view, validate
+from duomesh.core.plan.problem import Problem
+from duomesh.core.plan.rules import expert_view, mesh_and_rules
+from duomesh.core.plan.shard import shard
+from duomesh.core.plan.validate import check, validate
+from duomesh.core.sharding.check import check_model
 from duomesh.core.sharding.mesh import MeshAxis, atoms
-from duomesh.core.spec.model import ModelSpec
+from duomesh.core.spec.model import ModelSpec, MoeSpec
 from duomesh.core.verify.compare import relative_error
 from duomesh.kernels.reference.model import ReferenceModel
 from duomesh.kernels.reference.sharded import ShardedModel
@@ -33,6 +37,8 @@ def heads(num_heads: int, num_kv_heads: int, ffn_size: int = 48, vocab_size: int
 
 EVEN = heads(8, 8)  # tp of 1, 2, 4 and 8 fit
 GQA = heads(8, 2)
+MOE = MoeSpec(num_experts=12, top_k=2, ffn_size=12, activation="silu", is_gated=True, renormalize=True)
+EXPERTS = model(replace(EVEN.blocks[0], moe=MOE), vocab_size=48)
 WIDE = replace(BLOCK, mlp=replace(MLP, ffn_size=48))
 MIXED = model(  # kv heads 2 and 4: tp=4 asks for two copies in both, and the second has one query head for each
     replace(attention(num_heads=4, num_kv_heads=2), mlp=WIDE.mlp),
@@ -79,15 +85,6 @@ IMPOSSIBLE: dict[str, tuple[ModelSpec, str, dict[str, int], list[str]]] = {
         {},
         ["ffn_size=28, tp=8: tp must divide the ffn size; use tp in 1, 2, 4."],
     ),
-    "vocabulary": (
-        heads(8, 8, vocab_size=50257),
-        "tp=4",
-        {},
-        [
-            "vocab_size=50257, tp=4: tp must divide the vocabulary, "
-            "padding is not built yet; use tp in 1, or a vocabulary of 50260 rows, the next multiple of tp."
-        ],
-    ),
     "c056_sequence": (
         EVEN,
         "tp=4,sequence_parallel",
@@ -100,13 +97,13 @@ IMPOSSIBLE: dict[str, tuple[ModelSpec, str, dict[str, int], list[str]]] = {
         EVEN,
         "tp=2,cp=3,sequence_parallel",
         {"seq": 16},
-        [r"seq=16, cp=3, tp=2: cp\*tp=6 must divide the sequence length under sequence_parallel; use seq=12 or 18."],
+        [r"seq=16, cp=3, tp=2: 2\*cp\*tp=12 must divide the sequence length under .*; use seq=12 or 24."],
     ),
     "sequence_over_cp": (
         EVEN,
         "tp=4,cp=2",
         {"seq": 15},
-        ["seq=15, cp=2: cp must divide the sequence length; use seq=14 or 16."],
+        [r"seq=15, cp=2, tp=4: 2\*cp=4 must divide the sequence length; use seq=12 or 16."],
     ),
     "c167_sequence_parallel_alone": (
         EVEN,
@@ -165,13 +162,13 @@ IMPOSSIBLE: dict[str, tuple[ModelSpec, str, dict[str, int], list[str]]] = {
     ),
     "wide_gradients": (EVEN, "precision=bfloat16,grad_dtype=float64", {}, ["use grad_dtype=float32 or bfloat16."]),
     "c160_views_without_atoms": (
-        EVEN,
+        EXPERTS,
         "tp=4,dp=3,ep=6,etp=1",
         {},
         ["dp=3,cp=1,tp=4, ep=6, etp=1: .* at 4 and at 6, which is no multiple.*; use ep=4 or 12 with etp=1."],
     ),
     "c161_derived_etp": (
-        EVEN,
+        EXPERTS,
         "tp=4,ep=4",
         {},
         [
@@ -179,11 +176,36 @@ IMPOSSIBLE: dict[str, tuple[ModelSpec, str, dict[str, int], list[str]]] = {
             "but dp=1,cp=1,tp=4 has 4; use etp=1."
         ],
     ),
-    "more_experts_than_ranks": (
-        EVEN,
-        "tp=4,ep=8,etp=1",
+    "replicas_without_atoms": (
+        EXPERTS,
+        "dp=12,zero=1,zero_shard=4,ep=6,etp=1",
         {},
-        [r"etp=1 need .* ep\*etp=8 ranks.*; use ep=4 with etp=1."],
+        ["dp=12,cp=1,tp=1, ep=6, etp=1, zero_shard=4: .* at 4 and at 6, which is no multiple.*; leave zero_shard out."],
+    ),
+    "experts_that_ep_does_not_divide": (
+        EXPERTS,
+        "dp=8,ep=8",
+        {},
+        ["num_experts=12, ep=8: ep must divide the experts; use ep in 1, 2, 3, 4, 6, 12."],
+    ),
+    "experts_that_etp_does_not_divide": (
+        EXPERTS,
+        "tp=8,ep=1",
+        {},
+        [r"expert ffn_size=12, etp=8 \(etp was not given\): etp must divide .*; use etp=6 or 12."],
+    ),
+    "ep_without_experts": (EVEN, "dp=2,ep=2,etp=1", {}, ["ep=2: the model has no experts; leave it out."]),
+    "tokens_that_experts_cannot_share": (
+        EXPERTS,
+        "tp=4,ep=4,etp=1",
+        {"seq": 30},
+        ["seq=30, tp=4, ep=4: the 4 tp ranks that share the experts must divide .*; use seq=28 or 32."],
+    ),
+    "more_experts_than_ranks": (
+        EXPERTS,
+        "tp=4,ep=12,etp=1",
+        {},
+        [r"etp=1 need .* ep\*etp=12 ranks.*; use ep=4 with etp=1."],
     ),
     "c167_virtual_stages": (EVEN, "vpp=2", {}, ["vpp=2, pp=1: parts of pipeline ranks need pp > 1"]),
     "schedule": (EVEN, "schedule=1f1b", {}, ["schedule=1f1b, pp=1: a schedule needs pp > 1"]),
@@ -246,7 +268,8 @@ def test_what_a_sentence_offers_is_right() -> None:
 
 
 def test_what_is_not_built_hides_nothing() -> None:
-    found = validate(heads(7, 7), Plan.parse("tp=2,pp=2,schedule=gpipe,cp=2,cp_kind=a2a,ep=4,etp=1"))
+    spec = model(replace(heads(7, 7).blocks[0], moe=MOE), heads(7, 7).blocks[0], vocab_size=48)
+    found = validate(spec, Plan.parse("tp=2,pp=2,schedule=gpipe,cp=2,cp_kind=a2a,ep=4,etp=1"))
     assert [p.given for p in found if p.kind == "not_built"] == [
         "pp=2", "schedule=gpipe", "cp=2", "cp_kind=a2a", "ep=4", "etp=1",
     ]  # fmt: skip
@@ -263,7 +286,7 @@ def test_c160_two_tilings_of_the_same_ranks(ep: int, sizes: tuple[int, ...], nam
     plan = Plan(tp=4, dp=2, ep=ep, etp=1)
     view = expert_view(plan)
     assert [(axis.name, axis.size) for axis in view] == list(zip(("edp", "ep", "etp"), sizes, strict=True))
-    assert structural(EVEN, plan) == []
+    assert structural(model(replace(EVEN.blocks[0], moe=replace(MOE, num_experts=8))), plan) == []
     assert [axis.name for axis in atoms([MeshAxis("dp", 2), MeshAxis("tp", 4)], view)[0]] == names
 
 
@@ -347,33 +370,65 @@ def test_every_wrong_entry_is_named() -> None:
         Plan(tp=0, zero=True, precision="fp32")  # type: ignore[arg-type]
 
 
-# Axis rules
+# Mesh and rules
 
 
 def test_mesh_of_a_plan() -> None:
-    mesh, rules = axis_rules(EVEN, Plan(tp=4, dp=2, pp=2))
-    assert [(a.name, a.size) for a in mesh.axes] == [("dp", 2), ("cp", 1), ("tp", 4)]
+    mesh, rules = mesh_and_rules(EVEN, Plan(tp=4, dp=2, pp=2, cp=1))
+    assert [(a.name, a.size) for a in mesh.axes] == [("dp", 2), ("tp", 4)]  # axes of size 1 make no difference
     assert [rule.axis for rule in rules] == list(mesh.names)
-    mesh, rules = axis_rules(GQA, Plan(tp=8, sequence_parallel=True))
-    assert [(a.name, a.size) for a in mesh.axes] == [("dp", 1), ("cp", 1), ("tp", 2), ("tp_copies", 4)]
-    assert [rule.stream for rule in rules] == ["batch", "seq", "seq", "seq"]
+    mesh, rules = mesh_and_rules(GQA, Plan(tp=8, cp=2, sequence_parallel=True))
+    assert [(a.name, a.size) for a in mesh.axes] == [("cp", 2), ("tp", 2), ("tp_copies", 4)]
+    assert [rule.stream for rule in rules] == ["seq", "seq", "seq"]
+    mesh, _ = mesh_and_rules(EVEN, Plan(dp=8, zero=1, zero_shard=2))
+    assert [(a.name, a.size) for a in mesh.axes] == [("dp_replicas", 4), ("dp", 2)]
     with pytest.raises(PlanError, match="tp must divide the query heads"):
-        axis_rules(GQA, Plan(tp=3))
+        shard(build_program(GQA), Plan(tp=3))
 
 
-@pytest.mark.parametrize("text", ["tp=2,dp=2,sequence_parallel", "tp=4,sequence_parallel", "tp=4,dp=2", "tp=2,cp=2"])
-def test_axis_rules_keep_the_model_the_same(text: str) -> None:
-    spec = heads(4, 2, ffn_size=12, vocab_size=20)
+def test_mesh_of_a_plan_with_experts() -> None:
+    """Dense view dp=4,tp=2; experts over 4 ranks of two atoms: the dense axes are cut where the experts' are."""
+    mesh, rules = mesh_and_rules(EXPERTS, Plan(dp=4, tp=2, ep=4, etp=1, sequence_parallel=True))
+    assert [(a.name, a.size) for a in mesh.axes] == [("dp.edp", 2), ("dp.ep", 2), ("tp.ep", 2)]
+    assert [rule.params for rule in rules] == [(), ("experts",), ("kv_heads", "ffn", "vocab", "experts")]
+    assert [rule.shares for rule in rules] == [True, True, False]
+    # experts that no rank splits over tp have other tokens on each of its ranks
+    _, rules = mesh_and_rules(EXPERTS, Plan(dp=2, tp=2, ep=2, etp=1, sequence_parallel=True))
+    assert [(rule.axis, rule.shares) for rule in rules] == [("dp.edp", True), ("tp.ep", False)]
+    # nothing of the experts is split: the dense axes are enough
+    assert mesh_and_rules(EXPERTS, Plan(dp=2, etp=1))[0].names == ("dp",)
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (heads(4, 2, ffn_size=12, vocab_size=22), text)
+        for text in ("tp=2,dp=2,sequence_parallel", "tp=4,sequence_parallel", "tp=4,dp=2", "tp=2,cp=2", "dp=2,zero=1")
+    ]
+    + [
+        (model(replace(heads(4, 2, ffn_size=12).blocks[0], moe=MOE), vocab_size=22), text)
+        for text in ("tp=2,dp=2,ep=4,etp=1", "tp=2,dp=2,sequence_parallel,ep=2", "dp=2,cp=2,ep=4", "tp=4,etp=2,ep=2")
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_plan_keeps_the_model_the_same(spec: ModelSpec, text: str) -> None:
     program = build_program(spec)
     params = {name: array.astype(np.float64) for name, array in initial_params(program, 3, perturb=0.3)}
-    ids = np.random.default_rng(0).integers(0, 20, (2, 9)).astype(np.int32)
+    ids = np.random.default_rng(0).integers(0, 22, (2, 9)).astype(np.int32)
     labels = ids[:, 1:].copy()
     labels[0, :5] = IGNORE
     batch = Batch(np.ascontiguousarray(ids[:, :-1]), labels, None)
     loss, grads = ReferenceModel(program, params).loss_and_grads([batch])
-    mesh, rules = axis_rules(spec, Plan.parse(text))
-    got_loss, got = ShardedModel(program, mesh, rules, params).loss_and_grads([batch])
+    made = shard(program, Plan.parse(text)).sharded
+    check_model(made)
+    got_loss, got = ShardedModel(made, params).loss_and_grads([batch])
     assert abs(got_loss - loss) <= bound("loss", "float64") * abs(loss)
     assert set(got) == set(grads)
     for name, want in grads.items():
         assert relative_error(want, got[name])[0] <= bound("value", "float64"), name
+
+
+def test_a_vocabulary_that_tp_does_not_divide_is_padded() -> None:
+    spec = heads(8, 8, vocab_size=50257)
+    assert validate(spec, Plan(tp=4)) == []
+    assert shard(build_program(spec), Plan(tp=4)).local_elements("embed.weight", 0) == 50260 // 4 * spec.hidden_size

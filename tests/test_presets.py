@@ -66,10 +66,12 @@ def test_every_preset_is_known_and_survives_json() -> None:
 def test_tiny_presets_have_pairwise_distinct_dims(name: str) -> None:
     """A swapped or transposed dim cannot pass where no two are equal."""
     spec = preset(name)
-    attention = spec.blocks[0].attention
+    attention, mlp, moe = spec.blocks[0].attention, spec.blocks[0].mlp, spec.blocks[0].moe
     q, kv = (n * attention.head_dim for n in (attention.num_heads, attention.num_kv_heads))
-    dims = [spec.vocab_size, spec.hidden_size, q, kv, spec.blocks[0].mlp.ffn_size, attention.head_dim]
-    assert len({*dims, attention.num_heads}) == 7
+    dims = [spec.vocab_size, spec.hidden_size, q, kv, attention.head_dim, attention.num_heads]
+    dims += [] if mlp is None else [mlp.ffn_size]
+    dims += [] if moe is None else [moe.num_experts, moe.ffn_size]
+    assert len(set(dims)) == len(dims) >= 7
     assert 1 < attention.num_kv_heads < attention.num_heads
     assert spec.num_layers in (2, 3)
 
@@ -92,6 +94,10 @@ def test_tiny_presets_have_what_makes_their_family_special() -> None:
     assert (biased.q_bias, biased.k_bias, biased.v_bias, biased.o_bias) == (True, True, True, False)
     assert preset("tiny-qwen2").tie_embeddings
     assert blocks["tiny-qwen3"].qk_norm is not None
+    experts = preset("tiny-moe").blocks[0]
+    assert experts.mlp is not None and experts.moe is not None
+    assert (experts.moe.num_experts, experts.moe.top_k) == (8, 2)
+    assert experts.moe.balance_coefficient and experts.moe.z_coefficient
     spec = preset("tiny-qwen3")
     assert spec.hidden_size != blocks["tiny-qwen3"].num_heads * blocks["tiny-qwen3"].head_dim
 

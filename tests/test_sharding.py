@@ -8,135 +8,77 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from spec_cases import BLOCK, CASES, MLP, attention, model
+from sharding_cases import (
+    ALL,
+    CP,
+    DP,
+    EXPERT_MESHES,
+    SP,
+    SPECS,
+    TP,
+    Array,
+    batches,
+    mesh_of,
+    one_rank,
+    params_of,
+    sharded,
+)
+from spec_cases import CASES, MLP, attention, model
 
-from duomesh.core.batch import IGNORE, Batch, num_targets
+from duomesh.core.batch import num_targets
 from duomesh.core.bounds import bound
 from duomesh.core.errors import PlanError
-from duomesh.core.init import initial_params
 from duomesh.core.ir.build import build_program
-from duomesh.core.sharding.collectives import step_collectives
-from duomesh.core.sharding.mesh import Mesh, MeshAxis
+from duomesh.core.objective import LOSS
+from duomesh.core.sharding.check import check_model
+from duomesh.core.sharding.collectives import StepShape, step_collectives, step_trace
+from duomesh.core.sharding.program import ShardedModelProgram, ShardedProgram, shard_model
+from duomesh.core.sharding.storage import Storage
 from duomesh.core.sharding.transitions import INVARIANT, PARTIAL, REPLICATED, Kind, shard
-from duomesh.core.sharding.typing import AxisRule, conversions, param_state, type_model
-from duomesh.core.spec.model import ModelSpec, NormSpec
-from duomesh.core.verify.compare import relative_error
+from duomesh.core.sharding.typing import AxisRule
+from duomesh.core.verify.compare import gradient_floor, relative_error
 from duomesh.kernels.reference.model import ReferenceModel
 from duomesh.kernels.reference.sharded import ShardedModel
 
-Array = npt.NDArray[Any]
-SPLIT = ("kv_heads", "ffn", "vocab")
-RULES = {
-    "tp": AxisRule("tp", SPLIT),
-    "sp": AxisRule("tp", SPLIT, stream="seq"),  # tensor parallel with sequence parallelism
-    "dp": AxisRule("dp", data="batch", stream="batch"),
-    "cp": AxisRule("cp", data="seq", stream="seq"),  # keys and values are gathered
-    "copies": AxisRule("copies", ("q_per_kv", "ffn", "vocab")),  # of kv heads, where tp is larger than their number
-}
-RULES["spcopies"] = AxisRule("copies", RULES["copies"].params, stream="seq")
-MESHES: dict[str, list[tuple[str, int]]] = {
-    "one": [("tp", 1)],
-    "tp2": [("tp", 2)],
-    "sp2": [("sp", 2)],
-    "dp2": [("dp", 2)],
-    "dp4": [("dp", 4)],
-    "cp2": [("cp", 2)],
-    "cp3": [("cp", 3)],
-    "dp2-sp2": [("dp", 2), ("sp", 2)],
-    "dp2-cp2-sp2": [("dp", 2), ("cp", 2), ("sp", 2)],
-    "tp2-copies3": [("tp", 2), ("copies", 3)],
-    "dp2-sp2-copies3": [("dp", 2), ("sp", 2), ("copies", 3)],
-    "sp2-spcopies3": [("sp", 2), ("spcopies", 3)],  # the stream's positions are split over both
-}
-# ffn and vocabulary that 6 divides
-WIDE = replace(BLOCK, mlp=replace(MLP, ffn_size=36))
+CASE_IDS = [f"{name}-{mesh}".replace(" ", "_") for name, mesh in ALL]
 
 
-def wide(**fields: Any) -> Any:
-    return replace(attention(**fields), mlp=replace(MLP, ffn_size=36))
-
-
-MODELS: dict[str, ModelSpec] = {
-    "plain": model(WIDE, WIDE, vocab_size=36),
-    "everything": model(
-        replace(
-            wide(q_bias=True, k_bias=True, v_bias=True, o_bias=True, qk_norm=NormSpec(eps=1e-3)),
-            mlp=replace(MLP, ffn_size=36, up_bias=True, down_bias=True),
-            attention_post_norm=NormSpec(eps=1e-3),
-        ),
-        wide(window=5, softcap=2.0),
-        vocab_size=36,
-        tie_embeddings=True,
-        embedding_scale=3.0,
-        logit_softcap=4.0,
-    ),
-    "plain_mlp": model(
-        replace(WIDE, mlp=replace(MLP, ffn_size=36, activation="relu2", is_gated=False, up_bias=True)),
-        final_norm=NormSpec(kind="layer", eps=1e-3, has_bias=True),
-        vocab_size=36,
-    ),
-}  # fmt: skip
-
-
-def mesh_of(name: str) -> tuple[Mesh, list[AxisRule]]:
-    entries = MESHES[name]
-    rules = [RULES[rule] for rule, _ in entries]
-    return Mesh(tuple(MeshAxis(rule.axis, size) for rule, (_, size) in zip(rules, entries, strict=True))), rules
-
-
-def batches() -> list[Batch]:
-    """Two micro-batches of 4 samples of 12 tokens: unequal targets by sample and position, one sample with none."""
-    rng = np.random.default_rng(2)
-    out = []
-    for i in range(2):
-        ids = rng.integers(0, 36, (4, 13)).astype(np.int32)
-        ids[1, 3] = 35  # the last row of the last vocabulary shard
-        labels = ids[:, 1:].copy()
-        labels[0, : 5 + i] = IGNORE
-        labels[3] = IGNORE
-        mask = rng.uniform(0.5, 2.0, labels.shape).astype(np.float32)
-        out.append(Batch(np.ascontiguousarray(ids[:, :-1]), labels, mask))
-    return out
-
-
-@lru_cache
-def one_rank(name: str) -> tuple[dict[str, Array], float, dict[str, Array]]:
-    program = build_program(MODELS[name])
-    params = {n: p.astype(np.float64) for n, p in initial_params(program, 3, perturb=0.3)}
-    return params, *ReferenceModel(program, params).loss_and_grads(batches())
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", MODELS)
-def test_every_layout_is_the_same_model(name: str, mesh: str) -> None:
-    params, loss, grads = one_rank(name)
-    sharded = ShardedModel(build_program(MODELS[name]), *mesh_of(mesh), params)
-    got_loss, got = sharded.loss_and_grads(batches())
-    assert abs(got_loss - loss) <= bound("loss", "float64") * abs(loss)
-    assert set(got) == set(grads)
+def assert_same(got: tuple[float, dict[str, Array]], loss: float, grads: dict[str, Array]) -> None:
+    assert abs(got[0] - loss) <= bound("loss", "float64") * abs(loss)
+    assert set(got[1]) == set(grads)
+    floor = gradient_floor(grads)  # a bias of keys has no gradient but rounding
     for parameter, want in grads.items():
-        assert relative_error(want, got[parameter])[0] <= bound("value", "float64"), parameter
+        assert relative_error(want, got[1][parameter], floor=floor)[0] <= bound("value", "float64"), parameter
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", MODELS)
-def test_the_listed_collectives_are_those_that_are_issued(name: str, mesh: str) -> None:
-    """As a multiset of (phase, kind, axis, size): the list that is derived from types against what a step did."""
-    params, _, _ = one_rank(name)
-    program = build_program(MODELS[name])
-    sharded = ShardedModel(program, *mesh_of(mesh), params)
-    sharded.loss_and_grads(batches())
-    listed: Counter[tuple[str, str, str, int]] = Counter()
-    for c in step_collectives(program, *mesh_of(mesh), batch=4, seq=12, micro_batches=2):
-        listed[c.phase, c.kind, c.axis, c.elements] += c.count
-    assert listed == sharded.issued
-    assert bool(listed) == (sharded.mesh.world_size > 1)
+@pytest.mark.parametrize(("name", "mesh"), ALL, ids=CASE_IDS)
+def test_every_layout_is_the_same_model(name: str, mesh: str) -> None:
+    """Loss and gradients are those of one rank; the types pass the check; and the collectives of a step, one by one and
+    in order, are those that its ranks issued."""
+    made = sharded(name, mesh)
+    check_model(made)
+    params, loss, grads = one_rank(name)
+    model = ShardedModel(made, params)
+    assert_same(model.loss_and_grads(batches(SPECS[name].vocab_size)), loss, grads)
+    shape = StepShape(batch=4, seq=12, micro_batches=2)
+    listed = [c for c in step_trace(Storage(made, 0), shape) if c.phase in ("forward", "backward", "recompute")]
+    issued = model.ranks.issued
+    assert [(c.phase, c.kind, c.axes, c.elements) for c in listed] == [
+        (c.phase, c.kind, c.axes, c.elements) for c in issued
+    ]
+    assert bool(issued) == (made.mesh.world_size > 1)
+    assert not any(c.kind == "all-to-all" for c in issued) or mesh in EXPERT_MESHES
+
+
+@pytest.mark.parametrize("name", ["everything", "shared"])
+def test_counted_collectives_are_those_of_the_trace(name: str) -> None:
+    storage = Storage(sharded(name, "dp2-sp2" if name == "everything" else "ep of dp, etp of sp"), 2)
+    shape = StepShape(batch=4, seq=12, micro_batches=3)
+    counted = Counter({replace(c, count=1): c.count for c in step_collectives(storage, shape)})
+    assert counted == Counter(step_trace(storage, shape))
 
 
 def test_packed_documents_under_context_parallelism() -> None:
@@ -144,19 +86,42 @@ def test_packed_documents_under_context_parallelism() -> None:
     params, _, _ = one_rank("plain")
     segments = np.repeat([[0] * 4 + [1] * 5 + [2] * 3], 4, 0).astype(np.int32)
     positions = np.repeat([[*range(4), *range(5), *range(3)]], 4, 0).astype(np.int32)
-    packed = [replace(batch, segment_ids=segments, positions=positions) for batch in batches()]
-    program = build_program(MODELS["plain"])
-    loss, grads = ReferenceModel(program, params).loss_and_grads(packed)
-    got_loss, got = ShardedModel(program, *mesh_of("dp2-cp2-sp2"), params).loss_and_grads(packed)
-    assert abs(got_loss - loss) <= bound("loss", "float64") * abs(loss)
-    for parameter, want in grads.items():
-        assert relative_error(want, got[parameter])[0] <= bound("value", "float64"), parameter
+    packed = [replace(batch, segment_ids=segments, positions=positions) for batch in batches(37)]
+    want = ReferenceModel(build_program(SPECS["plain"]), params).loss_and_grads(packed)
+    made = sharded("plain", "dp2-zigzag2-sp2")
+    sharded_model = ShardedModel(made, params)
+    assert_same(sharded_model.loss_and_grads(packed), *want)
+    shape = StepShape(batch=4, seq=12, micro_batches=2, has_segments=True)
+    phases = ("forward", "backward", "recompute")
+    listed = [c.elements for c in step_trace(Storage(made, 0), shape) if c.phase in phases]
+    assert listed == [c.elements for c in sharded_model.ranks.issued]
+    assert len(listed) > len(list(step_trace(Storage(made, 0), replace(shape, has_segments=False)))) - len(params)
+
+
+def test_gpt2_s_vocabulary_over_four_ranks() -> None:
+    """50,257 rows are padded to 50,260: three rows of the last rank are zero, stay zero and are in no softmax."""
+    spec = model(
+        replace(attention(num_heads=4, num_kv_heads=4), mlp=replace(MLP, ffn_size=8)),
+        vocab_size=50_257,
+        tie_embeddings=True,
+    )
+    program = build_program(spec)
+    params = params_of(program)
+    few = batches(50_257, seq=4)
+    loss, grads = ReferenceModel(program, params).loss_and_grads(few)
+    made = shard_model(program, *mesh_of([(SP, 4)]))
+    sharded_model = ShardedModel(made, params)
+    table = sharded_model.params["embed.weight", 0]
+    assert [len(local) for local in table] == [12_565] * 4
+    assert not table[3][-3:].any() and table[3][-4].any()
+    assert_same(sharded_model.loss_and_grads(few), loss, grads)
+    logits = {c.elements for c in sharded_model.ranks.issued}
+    assert 4 * 4 * 50_260 not in logits  # no rank ever sees all of them
 
 
 def reductions(name: str, mesh: str) -> dict[str, tuple[str, ...]]:
-    params, _, _ = one_rank(name)
-    sharded = ShardedModel(build_program(MODELS[name]), *mesh_of(mesh), params)
-    return {parameter: sharded.reduction_axes(parameter) for parameter in params}
+    made = sharded(name, mesh)
+    return {parameter: made.reduction_axes(parameter) for parameter in made.model.params}
 
 
 def test_reduction_axes_are_those_of_the_one_rule() -> None:
@@ -175,97 +140,185 @@ def test_reduction_axes_are_those_of_the_one_rule() -> None:
     assert copies[layer + "attention.k.weight"] == copies[layer + "attention.v.bias"] == ("copies",)
     assert copies[layer + "attention.q.weight"] == ()
     assert all(axes == ("dp",) for axes in reductions("everything", "dp2").values())
-    assert all("cp" in axes and "dp" in axes for axes in reductions("everything", "dp2-cp2-sp2").values())
+    assert all("cp" in axes and "dp" in axes for axes in reductions("everything", "dp2-zigzag2-sp2").values())
 
 
-def test_every_reduction_axis_is_needed() -> None:
+def test_reduction_axes_of_experts_are_their_own() -> None:
+    """Experts are summed over the ranks that have the same experts and other tokens; the router over all of those."""
+    made = reductions("shared", "edp of dp, ep of zigzag, etp of sp")
+    layer = "layers.0.moe."
+    assert made[layer + "up.weight"] == made[layer + "down.weight"] == ("dp",)
+    assert made[layer + "router.weight"] == ("dp", "cp", "tp")
+    assert made["layers.0.mlp.up.weight"] == ("dp", "cp")
+    folded = reductions("shared", "ep of dp and of sp")
+    assert folded[layer + "up.weight"] == () and folded[layer + "router.weight"] == ("dp", "tp")
+    # without sequence parallelism the tp ranks route the same tokens
+    assert reductions("shared", "etp of tp")[layer + "router.weight"] == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("everything", "dp2-sp2"), ("shared", "edp of dp, ep of sp"), ("shared", "etp of sp")]
+)
+def test_every_reduction_axis_is_needed(name: str, mesh: str) -> None:
     """Leaving an axis out of a parameter's sum, or adding one, gives another gradient: the derived set is exact."""
-    params, _, _ = one_rank("everything")
-    program, batch = build_program(MODELS["everything"]), batches()[0]
-    sharded = ShardedModel(program, *mesh_of("dp2-sp2"), params)
-    tape, stream = sharded._run(batch)
-    cotangents = sharded._backward(tape, stream["loss_sum"], 1.0 / num_targets([batch]))
-    _, grads = ReferenceModel(program, params).loss_and_grads([batch])
+    params, _, _ = one_rank(name)
+    made, batch = sharded(name, mesh), batches(37)[0]
+    sharded_model = ShardedModel(made, params)
+    _, cotangents = sharded_model.local_grads([batch])
+    _, grads = ReferenceModel(made.model, params).loss_and_grads([batch])
 
-    def gradient(name: str, *, toggled: str | None = None) -> Array:
+    def gradient(parameter: str, *, toggled: str | None = None) -> Array:
         """The whole gradient, one axis summed where it should not be, or the other way round."""
-        held = sharded._params[name]
-        local, layout = list(cotangents[id(held)]), {}
-        for axis, state in held.layout.items():
+        local, layout = list(cotangents[parameter, 0]), {}
+        for axis, state in made.params[parameter, 0].items():
             is_summed = (state == REPLICATED) != (axis == toggled)
             layout[axis] = state if state.kind is Kind.SHARD else (PARTIAL if is_summed else INVARIANT)
             if axis == toggled and not is_summed:
-                for group in sharded.mesh.groups(axis):
+                for group in made.mesh.groups(axis):
                     for rank in group:
                         local[rank] = local[group[0]]
-        return sharded.whole(replace(held, local=local, layout=layout)).reshape(program.params[name].shape)
+        axes = sharded_model._param_axes(parameter)
+        return sharded_model.whole(local, axes, layout).reshape(made.model.params[parameter].shape)
 
     toggles = 0
-    for name, want in grads.items():
-        assert relative_error(want, gradient(name))[0] <= bound("gradient", "float64"), name
-        for axis, state in sharded.param_layout(name).items():
+    for parameter, want in grads.items():
+        assert relative_error(want, gradient(parameter))[0] <= bound("gradient", "float64"), parameter
+        for axis, state in made.params[parameter, 0].items():
             if state.kind is not Kind.SHARD:
                 toggles += 1
-                assert relative_error(want, gradient(name, toggled=axis))[0] > 0.1, (name, axis)
-    assert toggles > len(grads)
+                assert relative_error(want, gradient(parameter, toggled=axis))[0] > 0.1, (parameter, axis)
+    assert toggles >= 10
+
+
+def moves(program: ShardedProgram) -> tuple[Counter[str], Counter[str]]:
+    """Collectives of values that carry a gradient in one application of a program, forward and backward."""
+    differentiated = [made for made in program.reshards() if made.back]
+    ahead = Counter(step.action.value for made in differentiated for step in made.ahead if step.action.is_collective)
+    back = Counter(step.action.value for made in differentiated for step in made.back if step.action.is_collective)
+    return ahead, back
+
+
+def plain(rule: AxisRule) -> ShardedModelProgram:
+    return shard_model(build_program(SPECS["plain"]), *mesh_of([(rule, 2)]))
 
 
 def test_a_llama_block_has_megatron_s_collectives() -> None:
     """With sequence parallelism two all-gathers and two reduce-scatters forward, and their duals backward; without it
     two all-reduces forward and two backward (arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2)."""
-
-    def count(rule: str) -> tuple[Counter[str], Counter[str]]:
-        program = build_program(MODELS["plain"])
-        states = type_model(program, RULES[rule], 2)
-        moves = [c for c in conversions(program.blocks[0], states["block0"]) if c.is_differentiated]
-        ahead = Counter(c.forward.value for c in moves if c.forward.is_collective)
-        back = Counter(c.backward.value for c in moves if c.backward.is_collective)
-        return ahead, back
-
     sequence = Counter({"all-gather": 2, "reduce-scatter": 2})
-    assert count("sp") == (sequence, sequence)
-    assert count("tp") == (Counter({"all-reduce": 2}), Counter({"all-reduce": 2}))
-    assert count("dp") == (Counter(), Counter())
-    assert count("cp") == (Counter({"all-gather": 2}), Counter({"reduce-scatter": 2}))  # keys and values
+    assert moves(plain(SP).programs["block0"]) == (sequence, sequence)
+    assert moves(plain(TP).programs["block0"]) == (Counter({"all-reduce": 2}), Counter({"all-reduce": 2}))
+    assert moves(plain(DP).programs["block0"]) == (Counter(), Counter())
+    # keys and values
+    assert moves(plain(CP).programs["block0"]) == (Counter({"all-gather": 2}), Counter({"reduce-scatter": 2}))
+    # what was gathered for a linear is gathered again in backward, instead of being kept
+    regathered = {made.source for made in plain(SP).programs["block0"].reshards() if made.regathers}
+    assert regathered == {"attention_norm", "mlp_norm"}
+    assert not any(made.regathers for rule in (TP, DP, CP) for made in plain(rule).programs["block0"].reshards())
 
 
 def test_the_embedding_leaves_in_the_stream_s_layout() -> None:
     """A table split by rows makes partial sums, which are reduced straight into the stream's layout."""
-    program = build_program(MODELS["plain"])
-    for rule, action in (("sp", "reduce-scatter"), ("tp", "all-reduce"), ("dp", None), ("cp", None)):
-        moves = conversions(program.embed, type_model(program, RULES[rule], 2)["embed"])
-        made = [c.forward.value for c in moves if c.is_differentiated and c.forward.is_collective]
-        assert made == ([] if action is None else [action]), rule
+    for rule, action in ((SP, "reduce-scatter"), (TP, "all-reduce"), (DP, None), (CP, None)):
+        ahead, _ = moves(plain(rule).programs["embed"])
+        assert ahead == (Counter() if action is None else Counter([action])), rule
+
+
+def test_equal_moves_of_two_axes_are_one_collective() -> None:
+    """The stream's positions are split over both axes: one gather over the pair, and one reduce-scatter back."""
+    made = sharded("plain", "sp2-spcopies3").programs["block0"]
+    steps = [s for m in made.reshards() if m.source == "attention_norm" for s in (*m.ahead, *m.back)]
+    assert [(s.axes, s.action.value) for s in steps] == [
+        (("tp", "copies"), "all-gather"),
+        (("tp", "copies"), "reduce-scatter"),
+    ]
+
+
+def test_a_partial_sum_before_a_norm_goes_to_the_stream_s_layout() -> None:
+    """Reduced whole, it would move twice as much and be cut right afterwards."""
+    made = sharded("everything", "sp2").programs["block0"]
+    assert made.layouts["attention_post_norm"]["tp"] == shard("seq")
+    assert moves(made)[0] == Counter({"all-gather": 2, "reduce-scatter": 2})
 
 
 def test_states_of_a_block_by_name() -> None:
-    program = build_program(MODELS["plain"])
-    values = type_model(program, RULES["sp"], 2)["block0"].values
+    layouts = plain(SP).programs["block0"].layouts
+    values = {name: layout["tp"] for name, layout in layouts.items()}
     assert values["attention_norm"] == values["attention_residual"] == values["mlp_residual"] == shard("seq")
     assert values["attention.q"] == values["attention.core"] == shard("kv_heads")
     assert values["mlp.glu"] == shard("ffn")
     assert values["attention.o"] == values["mlp.down"] == PARTIAL
 
 
+def test_tokens_travel_to_their_experts_and_back() -> None:
+    """One all-to-all there and one back over ep; on etp tokens are gathered and sums scattered."""
+
+    def of(mesh: str, source: str) -> list[tuple[str, str]]:
+        made = sharded("shared", mesh).programs["block0"]
+        return [
+            (step.action.value, "+".join(step.axes)) for m in made.reshards() if m.source == source for step in m.ahead
+        ]
+
+    assert of("ep of dp, etp of sp", "moe.dispatch") == [("all-to-all", "dp")]
+    assert of("ep of dp, etp of sp", "moe.down") == [("all-to-all", "dp")]
+    assert of("ep of dp, etp of sp", "mlp_norm") == [("all-gather", "tp")]
+    assert of("ep of dp, etp of sp", "moe.sum") == [("reduce-scatter", "tp")]
+    # experts split over two axes: tokens come over the slower first and leave over the faster first
+    assert of("ep of dp and of sp", "moe.dispatch") == [("all-to-all", "dp"), ("all-to-all", "tp")]
+    assert of("ep of dp and of sp", "moe.down") == [("all-to-all", "tp"), ("all-to-all", "dp")]
+
+
+def test_rows_that_do_not_exist_do_not_travel() -> None:
+    """Two of four experts a token: the buffer of a dispatch has two rows a token, not four."""
+    made = Storage(sharded("shared", "ep of dp"), 0)
+    (sent,) = [
+        c for c in step_collectives(made, StepShape(4, 12)) if c.op == "block0.moe.dispatch" and c.phase == "forward"
+    ]
+    hidden = SPECS["shared"].hidden_size
+    assert (sent.kind, sent.elements) == ("all-to-all", (4 // 4) * 12 * 2 * hidden)
+
+
 def test_dims_that_do_not_divide_are_refused_by_name() -> None:
-    program = build_program(CASES["gqa"])  # 2 kv heads, ffn 28, vocabulary 37
-    with pytest.raises(PlanError, match=r"embed\.weight: vocab=37 cannot be split over tp=2\. Use tp in 1, 37"):
-        type_model(program, RULES["tp"], 2)
+    program = build_program(CASES["gqa"])  # 2 kv heads, ffn 28
     with pytest.raises(PlanError, match=r"layers\.0\.attention\.q\.weight: kv_heads=2 cannot be split over tp=4"):
-        type_model(program, AxisRule("tp", ("kv_heads",)), 4)
+        shard_model(program, *mesh_of([(AxisRule("tp", ("kv_heads",)), 4)]))
+    with pytest.raises(PlanError, match=r"the mesh has the axes tp, the rules are for dp; give one rule for each axis"):
+        shard_model(program, mesh_of([(TP, 2)])[0], [DP])
 
 
 def test_every_parameter_rule_is_over_all_uses() -> None:
-    """A tied table is whole in neither use under context parallelism; a weight that one program uses whole and another
-    replicated is replicated."""
-    program = build_program(MODELS["everything"])
+    """A weight that one program uses whole and another replicated is replicated."""
     rule = AxisRule("cp", data="seq", stream=None)  # tokens are split, the stream is gathered before the first block
-    states = type_model(program, rule, 2)
+    made = shard_model(build_program(SPECS["everything"]), *mesh_of([(rule, 2)]))
     asked = {
-        typed.operands[len(op.inputs)]
-        for prefix, part in program.steps
-        for op, typed in zip(part.ops, states[part.name].ops, strict=True)
-        if op.params and program.aliases.get(prefix + str(op.params[0]), prefix + str(op.params[0])) == "embed.weight"
+        layouts[name]["cp"]
+        for program, layouts in ((p, p.layouts) for p in (made.programs["embed"], made.programs["head"]))
+        for call in program.calls()
+        for name in call.operands
+        if name is not None and program.origin[name] == "weight"
     }
     assert asked == {INVARIANT, REPLICATED}
-    assert param_state(program, states, rule, "embed.weight") == REPLICATED
+    assert made.params["embed.weight", 0]["cp"] == REPLICATED
+
+
+def test_a_tie_across_stages_has_two_owners() -> None:
+    """Each stage types its own uses; gradients are summed within a stage, then over the owners."""
+    made = sharded("everything", "dp2-sp2", stages=[0, 0, 0, 1, 1, 1])
+    assert made.owners["embed.weight"] == (0, 1)
+    assert made.owners["layers.0.mlp.up.weight"] == (0,) and made.owners["layers.1.mlp.up.weight"] == (1,)
+    params, loss, grads = one_rank("everything")
+    assert_same(ShardedModel(made, params).loss_and_grads(batches(37)), loss, grads)
+
+
+def test_seeds_are_the_cotangents_of_terms() -> None:
+    """A loss seeded with twice its weight has twice the gradient: the seed is not read anywhere else."""
+    params, _, _ = one_rank("plain")
+    batch = batches(37)[0]
+    sharded_model = ShardedModel(sharded("plain", "dp2-sp2"), params)
+    grads: list[dict[tuple[str, int], list[Array]]] = []
+    for factor in (1.0, 2.0):
+        totals = {key: [np.zeros_like(x) for x in local] for key, local in sharded_model.params.items()}
+        sharded_model.add_grads(batch, {LOSS: factor / num_targets([batch])}, totals)
+        grads.append(totals)
+    for key, local in grads[0].items():
+        assert all(np.array_equal(2.0 * a, b) for a, b in zip(local, grads[1][key], strict=True)), key

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from spec_cases import ATTENTION, BLOCK, CASES, MLP, ROPE, YARN, attention, model, rope, specs
+from spec_cases import ALL_CASES, ATTENTION, BLOCK, CASES, MLP, MOE, RMS, ROPE, YARN, attention, model, rope, specs
 
 from duomesh.core.errors import ConfigError, SpecError
 from duomesh.core.spec.codec import decode, encode
@@ -29,7 +29,7 @@ def test_json_round_trip(spec: ModelSpec) -> None:
     assert decode(ModelSpec, json.loads(json.dumps(encode(spec)))) == spec
 
 
-@pytest.mark.parametrize("spec", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("spec", ALL_CASES.values(), ids=ALL_CASES.keys())
 def test_every_field_is_written(spec: ModelSpec) -> None:
     """No field is left to a default: a later change of defaults must not change a stored model."""
 
@@ -225,6 +225,21 @@ LLAMA3: dict[str, Any] = {
         (lambda: attention(softcap=0.0), "attention softcap is 0.0"),
         (lambda: replace(MLP, ffn_size=0), "ffn_size is 0"),
         (lambda: replace(MLP, activation="swish"), r"MlpSpec\.activation is 'swish'; it must be one of 'silu'"),
+        (lambda: attention(qk_norm_over="all"), "qk_norm_over='all' needs a qk_norm"),
+        (
+            lambda: attention(qk_norm=NormSpec(eps=1e-5, kind="layer"), qk_norm_over="all"),
+            "qk_norm_over='all' needs a qk_norm of kind 'rms'",
+        ),
+        (lambda: attention(qk_norm=RMS, qk_norm_over="width"), r"qk_norm_over is 'width'; it must be one of 'head'"),
+        (lambda: replace(MOE, num_experts=0), "num_experts is 0"),
+        (lambda: replace(MOE, ffn_size=-1), "ffn_size is -1"),
+        (lambda: replace(MOE, top_k=0), "top_k is 0; a token chooses at least 1 and at most all 5 experts"),
+        (lambda: replace(MOE, top_k=6), "top_k is 6; a token chooses at least 1"),
+        (lambda: replace(MOE, top_k=2.0), r"MoeSpec\.top_k is 2\.0; it must be an integer"),
+        (lambda: replace(MOE, activation="swish"), r"MoeSpec\.activation is 'swish'"),
+        (lambda: replace(MOE, balance_coefficient=-0.1), "balance_coefficient is -0.1; it must not be negative"),
+        (lambda: replace(MOE, z_coefficient=float("nan")), r"MoeSpec\.z_coefficient is nan"),
+        (lambda: replace(BLOCK, mlp=None), "a block needs an mlp, a moe, or both"),
         (lambda: model(vocab_size=0), "vocab_size is 0"),
         (lambda: model(hidden_size=-1), "hidden_size is -1"),
         (lambda: model(max_positions=0), "max_positions is 0"),

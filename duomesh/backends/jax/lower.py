@@ -23,7 +23,7 @@ import numpy as np
 
 from duomesh.backends.jax.ops import OPS
 from duomesh.core import arrays
-from duomesh.core.ir.program import ModelProgram, Program, run
+from duomesh.core.ir.program import ModelProgram, Program, check_kinds, run
 from duomesh.core.ir.storage import Segment, segments
 
 __all__ = ["LoweredModel", "Params"]
@@ -46,9 +46,12 @@ class LoweredModel:
         program: the model.
         wide_dtype: dtype of statistics, tables and losses: float32, or float64 in a float64 run.
         allow_cudnn: whether attention may use cuDNN's kernel.
+
+    Raises BackendError for a model with ops that `OPS` lacks.
     """
 
     def __init__(self, program: ModelProgram, *, wide_dtype: Any, allow_cudnn: bool) -> None:
+        check_kinds(program, OPS, "jax")
         self.program = program
         self._wide = wide_dtype
         self._ops: dict[str, Any] = {**OPS, "attention": partial(OPS["attention"], allow_cudnn=allow_cudnn)}

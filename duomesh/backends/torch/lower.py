@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from duomesh.backends.torch import ops
-from duomesh.core.ir.program import ModelProgram, Program
+from duomesh.core.ir.program import ModelProgram, Program, check_kinds
 
 __all__ = ["LoweredModel", "LoweredProgram"]
 
@@ -126,11 +126,12 @@ class LoweredModel(nn.Module):
         dtype: of every parameter and activation.
         device: where parameters are made.
 
-    A tied head holds the embedding's own Parameter object.
+    A tied head holds the embedding's own Parameter object. Raises BackendError for a model with ops that `ops` lacks.
     """
 
     def __init__(self, program: ModelProgram, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
+        check_kinds(program, ops.OPS, "torch")
         self.program = program
         self.dtype = dtype
         classes = {p.name: lowered_class(p) for p in program.distinct}

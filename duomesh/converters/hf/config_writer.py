@@ -14,7 +14,7 @@ from duomesh.converters.hf.families import FAMILIES, HF_ACTIVATIONS, Family, fam
 from duomesh.converters.hf.rotary import Dialect, write_rope
 from duomesh.converters.pairing import with_pairing
 from duomesh.core.errors import ConversionError
-from duomesh.core.spec.model import AttentionSpec, ModelSpec, NormSpec
+from duomesh.core.spec.model import AttentionSpec, BlockSpec, ModelSpec, NormSpec
 
 __all__ = ["choose_family", "write_config"]
 
@@ -43,20 +43,20 @@ def write_config(
     """
     chosen = choose_family(spec, family)
     block = spec.blocks[0]
-    attention, rope = block.attention, block.attention.rope
-    assert rope is not None
+    attention, rope, mlp = block.attention, block.attention.rope, block.mlp
+    assert rope is not None and mlp is not None
     windows = [b.attention.window for b in spec.blocks]
     out: dict[str, Any] = {
         "architectures": [chosen.architecture],
         "model_type": chosen.model_type,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
-        "intermediate_size": block.mlp.ffn_size,
+        "intermediate_size": mlp.ffn_size,
         "num_hidden_layers": spec.num_layers,
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
-        "hidden_act": _hf_activation(block.mlp.activation),
+        "hidden_act": _hf_activation(mlp.activation),
         "max_position_embeddings": spec.max_positions,
         "initializer_range": spec.init_std,
         "rms_norm_eps": spec.final_norm.eps,
@@ -71,7 +71,7 @@ def write_config(
     if chosen.attention_bias == "flag":
         out["attention_bias"] = attention.q_bias
     if chosen.has_mlp_bias_flag:
-        out["mlp_bias"] = block.mlp.up_bias
+        out["mlp_bias"] = mlp.up_bias
     return out
 
 
@@ -99,14 +99,7 @@ def _obstacles(spec: ModelSpec, family: Family) -> Iterator[Obstacle]:
     yield from _difference_obstacles(spec)
     block = spec.blocks[0]
     yield from _attention_obstacles(block.attention, spec.final_norm, family)
-    if not block.mlp.is_gated:
-        yield "blocks[0].mlp.is_gated", "only gated MLPs can be written"
-    if block.mlp.activation not in HF_ACTIVATIONS.values():
-        yield "blocks[0].mlp.activation", f"{block.mlp.activation} has no name there"
-    if block.mlp.up_bias != block.mlp.down_bias:
-        yield "blocks[0].mlp.up_bias", "biases must be on all of the MLP's matrices or on none"
-    elif block.mlp.up_bias and not family.has_mlp_bias_flag:
-        yield "blocks[0].mlp.up_bias", "this model type has no biases in its MLP"
+    yield from _mlp_obstacles(block, family)
     if family.heads_divide_hidden and spec.hidden_size % block.attention.num_heads:
         yield "hidden_size", "transformers wants it to be a multiple of num_heads"
     yield from _window_obstacles([b.attention.window for b in spec.blocks], family)
@@ -189,12 +182,29 @@ def _attention_obstacles(attention: AttentionSpec, final: NormSpec, family: Fami
             "not with the other fields of this spec" if known else "no model type has this set of q, k, v, o biases"
         )
         yield f"{path}.q_bias", needed
+    if attention.qk_norm_over == "all":
+        yield f"{path}.qk_norm_over", "q and k are normed head by head"
     if family.has_qk_norm and attention.qk_norm is None:
         yield f"{path}.qk_norm", "this model type needs a norm of every head of q and k"
     elif attention.qk_norm is not None and not family.has_qk_norm:
         yield f"{path}.qk_norm", "this model type has no norm of q and k"
     elif attention.qk_norm is not None:
         yield from _norm_obstacles(f"{path}.qk_norm", attention.qk_norm, final)
+
+
+def _mlp_obstacles(block: BlockSpec, family: Family) -> Iterator[Obstacle]:
+    mlp = block.mlp
+    if block.moe is not None or mlp is None:
+        yield "blocks[0].moe", "mixtures of experts cannot be written yet"
+        return
+    if not mlp.is_gated:
+        yield "blocks[0].mlp.is_gated", "only gated MLPs can be written"
+    if mlp.activation not in HF_ACTIVATIONS.values():
+        yield "blocks[0].mlp.activation", f"{mlp.activation} has no name there"
+    if mlp.up_bias != mlp.down_bias:
+        yield "blocks[0].mlp.up_bias", "biases must be on all of the MLP's matrices or on none"
+    elif mlp.up_bias and not family.has_mlp_bias_flag:
+        yield "blocks[0].mlp.up_bias", "this model type has no biases in its MLP"
 
 
 def _window_obstacles(windows: list[int | None], family: Family) -> Iterator[Obstacle]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from duomesh.core.ir.program import ModelProgram, Program, ProgramBuilder
+from duomesh.core.ir.program import ModelProgram, Program, ProgramBuilder, Term
 from duomesh.core.ir.values import Axis, Init, Param, Value
 from duomesh.core.rope import attention_factor, inverse_frequencies
-from duomesh.core.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec
+from duomesh.core.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 
 __all__ = ["build_program"]
 
@@ -31,7 +31,17 @@ def build_program(spec: ModelSpec) -> ModelProgram:
         head=_head(spec),
         loss=_loss(spec),
         aliases=MappingProxyType({"head.weight": "embed.weight"} if spec.tie_embeddings else {}),
+        terms=tuple(term for i, block in enumerate(kinds) for term in _terms(f"block{i}", block.moe)),
     )
+
+
+def _terms(program: str, moe: MoeSpec | None) -> Iterator[Term]:
+    """What a block adds to the loss."""
+    if moe is not None and moe.balance_coefficient:
+        # with counts n over T tokens, f = n / (top_k T), and P = sum of probabilities / T: both sums are over tokens
+        yield Term(program, "balance", moe.balance_coefficient * moe.num_experts / moe.top_k, 2)
+    if moe is not None and moe.z_coefficient:
+        yield Term(program, "z", moe.z_coefficient, 1)
 
 
 def _ropes(spec: ModelSpec) -> tuple[RopeSpec, ...]:
@@ -75,11 +85,11 @@ def _tables(ropes: tuple[RopeSpec, ...]) -> Program:
     return b.build(outputs)
 
 
-def _norm(b: ProgramBuilder, name: str, x: Value, norm: NormSpec) -> Value:
-    """A norm over x's last axis; freshly drawn gains are 1 whatever the stored offset."""
-    axis = x.axes[-1]
-    weight = b.param(f"{name}.weight", ((axis,),), Init("fill", 1.0 - norm.weight_offset))
-    bias = b.param(f"{name}.bias", ((axis,),), Init("fill", 0.0)) if norm.has_bias else None
+def _norm(b: ProgramBuilder, name: str, x: Value, norm: NormSpec, *, dims: int = 1) -> Value:
+    """A norm over x's last `dims` axes together; freshly drawn gains are 1 whatever the stored offset."""
+    axes = x.axes[-dims:]
+    weight = b.param(f"{name}.weight", (axes,), Init("fill", 1.0 - norm.weight_offset))
+    bias = b.param(f"{name}.bias", (axes,), Init("fill", 0.0)) if norm.has_bias else None
     (out,) = b.op(
         "norm",
         name,
@@ -142,11 +152,23 @@ class _Block:
         (x,) = b.op("add", "attention_residual", [x, h])
 
         h = x if block.mlp_norm is None else _norm(b, "mlp_norm", x, block.mlp_norm)
-        h = self._mlp(h, block.mlp)
+        h, terms = self._feed_forward(h, block)
         if block.mlp_post_norm is not None:
             h = _norm(b, "mlp_post_norm", h, block.mlp_post_norm)
         (x,) = b.op("add", "mlp_residual", [x, h])
-        return b.build({"x": x})
+        return b.build({"x": x, **terms})
+
+    def _feed_forward(self, h: Value, block: BlockSpec) -> tuple[Value, dict[str, Value]]:
+        """The MLP, the experts or the sum of both, and the scalars that enter the loss by their outside names."""
+        shared = None if block.mlp is None else self._mlp(h, block.mlp)
+        if block.moe is None:
+            assert shared is not None, "a block has one of them"
+            return shared, {}
+        experts = _Experts(self._b, block.moe, self._spec.init_std, self._out_std)
+        routed = experts.build(h)
+        if shared is not None:
+            (routed,) = self._b.op("add", "moe.sum", [shared, routed])
+        return routed, experts.terms
 
     def _attention(
         self, h: Value, tables: tuple[Value, Value] | None, segment_ids: Value, spec: AttentionSpec
@@ -167,8 +189,9 @@ class _Block:
             std=self._spec.init_std,
         )
         if spec.qk_norm is not None:
-            q = _norm(b, "attention.q_norm", q, spec.qk_norm)
-            k = _norm(b, "attention.k_norm", k, spec.qk_norm)
+            is_whole = spec.qk_norm_over == "all"
+            q = _norm(b, "attention.q_norm", q, spec.qk_norm, dims=len(heads) if is_whole else 1)
+            k = _norm(b, "attention.k_norm", k, spec.qk_norm, dims=len(kv) if is_whole else 1)
         if tables is not None and spec.rope is not None:
             attrs: dict[str, Any] = {"pairing": spec.rope.pairing, "compute": spec.rope.compute}
             (q,) = b.op("rope", "attention.q_rope", [q, *tables], **attrs)
@@ -198,6 +221,52 @@ class _Block:
             (h,) = b.op("activation", "mlp.activation", [up], activation=spec.activation)
         (h,) = _linear(b, "mlp.down", h, [("mlp.down", embed, spec.down_bias)], in_dims=1, std=self._out_std)
         return h
+
+
+class _Experts:
+    """Builds a mixture of experts within a block program. `terms` are the scalars that enter the loss, by name."""
+
+    def __init__(self, b: ProgramBuilder, spec: MoeSpec, std: float, out_std: float) -> None:
+        self._b, self._moe, self._std, self._out_std = b, spec, std, out_std
+        self._experts = Axis("experts", spec.num_experts)
+        self.terms: dict[str, Value] = {}
+
+    def build(self, x: Value) -> Value:
+        b, spec = self._b, self._moe
+        groups = ((Axis("scores", spec.num_experts),), x.axes[-1:])
+        weight = b.param("moe.router.weight", groups, Init("normal", self._std))
+        (scores,) = b.op("router", "moe.router", [x], [weight])
+        names = ("moe.probs", "moe.gates", "moe.ids")
+        attrs = {"top_k": spec.top_k, "renormalize": spec.renormalize}
+        probs, gates, ids = b.op("route", "moe.route", [scores], (), names, **attrs)
+        self._add_terms(scores, probs, ids)
+        (h,) = b.op("dispatch", "moe.dispatch", [x, ids], num_experts=spec.num_experts)
+        y = self._linear("down", self._hidden(h), x.axes[-1], self._out_std)
+        (out,) = b.op("combine", "moe.combine", [y, gates, ids])
+        return out
+
+    def _add_terms(self, scores: Value, probs: Value, ids: Value) -> None:
+        if self._moe.balance_coefficient:
+            (counts,) = self._b.op("count_choices", "moe.counts", [ids], num_experts=self._moe.num_experts)
+            (self.terms["balance"],) = self._b.op("balance_sum", "moe.balance", [probs, counts])
+        if self._moe.z_coefficient:
+            (self.terms["z"],) = self._b.op("z_sum", "moe.z", [scores])
+
+    def _hidden(self, h: Value) -> Value:
+        activation, ffn = self._moe.activation, Axis("expert_ffn", self._moe.ffn_size)
+        if self._moe.is_gated:
+            gate, up = (self._linear(name, h, ffn, self._std) for name in ("gate", "up"))
+            (h,) = self._b.op("glu", "moe.glu", [gate, up], activation=activation)
+        else:
+            up = self._linear("up", h, ffn, self._std)
+            (h,) = self._b.op("activation", "moe.activation", [up], activation=activation)
+        return h
+
+    def _linear(self, name: str, x: Value, out: Axis, std: float) -> Value:
+        groups = ((self._experts,), (out,), x.axes[-1:])
+        weight = self._b.param(f"moe.{name}.weight", groups, Init("normal", std))
+        (y,) = self._b.op("expert_linear", f"moe.{name}", [x], [weight, None])
+        return y
 
 
 def _head(spec: ModelSpec) -> Program:

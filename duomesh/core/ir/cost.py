@@ -9,6 +9,8 @@ from duomesh.core.ir.values import Op
 
 __all__ = ["longest_sum", "matmul_params", "step_flops"]
 
+_MATMULS = ("linear", "router", "expert_linear")
+
 
 def _sizes(program: Program, op: Op, *, batch: int, seq: int) -> dict[str, int]:
     """Size of every axis that the op's signature names."""
@@ -39,15 +41,18 @@ def longest_sum(model: ModelProgram, *, batch: int, seq: int) -> int:
 
 
 def matmul_params(model: ModelProgram) -> int:
-    """Parameters that multiply every token: all linears, the head tied or not; no embedding look-up."""
-    return sum(
-        program.param_by_name[name].size
-        for _, program in model.steps
-        for op in program.ops
-        if op.kind == "linear"
-        for name in op.params
-        if name is not None and program.param_by_name[name].is_decayed
-    )
+    """Parameters that multiply every token: all linears, the head tied or not; no embedding look-up.
+
+    Of experts, as many as a token chooses.
+    """
+    total = 0
+    for _, program in model.steps:
+        for op in program.ops:
+            if op.kind in _MATMULS:
+                params = [program.param_by_name[name] for name in op.params if name is not None]
+                choices, experts = program.values[op.outputs[0]].live or (1, 1)
+                total += sum(param.size for param in params if param.is_decayed) * choices // experts
+    return total
 
 
 def step_flops(model: ModelProgram, *, batch: int, seq: int) -> float:

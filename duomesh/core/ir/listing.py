@@ -12,7 +12,8 @@ __all__ = ["explain_program"]
 def _value(value: Value) -> str:
     dims = ", ".join(str(axis) for axis in value.axes)
     kind = "" if value.dtype == "compute" else f" {value.dtype}"
-    return f"{value.name} [{dims}]{kind}"
+    live = "" if value.live is None else f" live {value.live[0]}/{value.live[1]}"
+    return f"{value.name} [{dims}]{kind}{live}"
 
 
 def _attr(value: Attr) -> str:
@@ -34,6 +35,8 @@ def _op(program: Program, op: Op) -> list[str]:
     lines.append(f"      axes     {op.signature}")
     if op.signature.contracted:
         lines[-1] += f"   sums {' '.join(op.signature.contracted)}"
+    if op.signature.inner:
+        lines[-1] += f"   reduces {' '.join(op.signature.inner)}"
     if op.signature.local:
         lines[-1] += f"   whole {' '.join(op.signature.local)}"
     return lines

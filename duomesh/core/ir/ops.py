@@ -9,125 +9,64 @@ A kind is one entry of `KINDS`: a function from (input values, parameters, attri
 where storage tensors are what `core.ir.storage` makes of the op's parameters (packed weights are one tensor) and
 derived arguments follow from the shapes of the operands.
 
+Here are the kinds of dense models; those of a mixture of experts are in `experts`.
+
 Shape letters in comments: B batch, S sequence, H hidden, K kv heads, G query heads per kv head, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
-
 from duomesh.core.errors import SpecError
-from duomesh.core.ir.values import Attr, Axes, Param, Signature, Value
+from duomesh.core.ir.experts import EXPERTS
+from duomesh.core.ir.kind import (
+    Attrs,
+    DType,
+    Inferred,
+    Inputs,
+    OpKind,
+    Own,
+    Params,
+    axis_names,
+    infer_plainly,
+    required,
+)
+from duomesh.core.ir.values import Attr, Axes, Signature
 
-__all__ = ["KINDS", "Inferred", "OpKind"]
-
-DType = Literal["compute", "wide", "int"]
-
-
-@dataclass(frozen=True)
-class Inferred:
-    """Axes and dtype of each output, and the op's signature."""
-
-    outputs: tuple[tuple[Axes, DType], ...]
-    signature: Signature
-
-
-Inputs = Sequence[Value | None]
-Params = Sequence[Param | None]
-
-
-@dataclass(frozen=True)
-class OpKind:
-    """What a kind takes and makes.
-
-    Attributes:
-        inputs, params: operand names; a trailing `?` marks one that may be absent, a trailing `*` a list that an op
-            holds as many of as its first list.
-        attrs: names of the attributes that an op stores: conventions and numbers.
-        infer: outputs and signature from operands.
-        inner: axes that the op reduces by collectives of its own where they are split; its outputs are then whole.
-        derived: names of further keyword arguments of the functions, which follow from shapes; `derive` makes them.
-    """
-
-    inputs: tuple[str, ...]
-    params: tuple[str, ...]
-    attrs: tuple[str, ...]
-    infer: Callable[[Inputs, Params], Inferred]
-    derived: tuple[str, ...] = ()
-    derive: Callable[[Inputs, Params], dict[str, Attr]] = lambda inputs, params: {}
-    inner: tuple[str, ...] = ()
-
-    def check(self, inputs: Inputs, params: Params, attrs: Mapping[str, Attr]) -> None:
-        """Raises SpecError unless operands and attributes are those of the kind."""
-        if set(attrs) != set(self.attrs):
-            raise SpecError(f"takes the attributes {self.attrs}, got {tuple(attrs)}.")
-        for operands, roles in ((inputs, self.inputs), (params, self.params)):
-            if any(role.endswith("*") for role in roles):
-                if not operands or len(operands) % len(roles):
-                    raise SpecError(f"takes equally many {' and '.join(roles)}, got {len(operands)} in all.")
-                continue
-            if len(operands) != len(roles):
-                raise SpecError(f"takes {roles}, got {len(operands)} operands.")
-            for operand, role in zip(operands, roles, strict=True):
-                if operand is None and not role.endswith("?"):
-                    raise SpecError(f"operand {role!r} is required.")
+__all__ = ["EXPERT_KINDS", "KINDS", "Inferred", "OpKind"]
 
 
-def _names(axes: Axes) -> tuple[str, ...]:
-    return tuple(axis.name for axis in axes)
-
-
-def _flat(param: Param | None) -> tuple[str, ...]:
-    return () if param is None else tuple(axis.name for group in param.groups for axis in group)
-
-
-def _value(value: Value | None, role: str) -> Value:
-    if value is None:
-        raise SpecError(f"operand {role!r} is required.")
-    return value
-
-
-def _simple(
-    inputs: Inputs,
-    params: Params,
-    outputs: Sequence[tuple[Axes, DType]],
-    local: tuple[str, ...] = (),
-) -> Inferred:
-    """An inference whose op sees every operand under its own axis names."""
-    return Inferred(
-        tuple(outputs),
-        Signature(
-            inputs=tuple(() if v is None else _names(v.axes) for v in inputs),
-            params=tuple(_flat(p) for p in params),
-            outputs=tuple(_names(axes) for axes, _ in outputs),
-            local=local,
-        ),
-    )
-
-
-def _embedding(inputs: Inputs, params: Params) -> Inferred:
-    ids, table = _value(inputs[0], "ids"), params[0]
+def _embedding(inputs: Inputs, params: Params, attrs: Attrs) -> Inferred:
+    ids, table = required(inputs[0], "ids"), params[0]
     assert table is not None
-    return _simple(inputs, params, [(ids.axes + table.groups[1], "compute")])
+    return infer_plainly(inputs, params, [(ids.axes + table.groups[1], "compute")])
 
 
-def _scale(inputs: Inputs, params: Params) -> Inferred:
-    x = _value(inputs[0], "x")
-    return _simple(inputs, params, [(x.axes, x.dtype)])
+def _scale(inputs: Inputs, params: Params, attrs: Attrs) -> Inferred:
+    x = required(inputs[0], "x")
+    return infer_plainly(inputs, params, [(x.axes, x.dtype)])
 
 
-def _norm(inputs: Inputs, params: Params) -> Inferred:
-    x, weight = _value(inputs[0], "x"), params[0]
+def _norm(inputs: Inputs, params: Params, attrs: Attrs) -> Inferred:
+    x, weight = required(inputs[0], "x"), params[0]
     assert weight is not None
-    if weight.groups != ((x.axes[-1],),):
-        raise SpecError(f"norm weight {weight.name} has shape {weight.shape}; its input ends in {x.axes[-1]}.")
-    return _simple(inputs, params, [(x.axes, "compute")], local=(x.axes[-1].name,))
+    (normed,) = weight.groups
+    if x.axes[-len(normed) :] != normed:
+        ends = ", ".join(map(str, x.axes[-len(normed) :]))
+        raise SpecError(f"norm weight {weight.name} has shape {weight.shape}; its input ends in {ends}.")
+    if attrs["centered"] and len(normed) > 1:
+        raise SpecError(f"a centered norm is over one axis; weight {weight.name} has {', '.join(map(str, normed))}.")
+    *inner, local = axis_names(normed)
+    return infer_plainly(inputs, params, [(x.axes, "compute")], local=(local,), inner=tuple(inner))
 
 
-def _linear(inputs: Inputs, params: Params) -> Inferred:
-    x = _value(inputs[0], "x")
+def _norm_dims(inputs: Inputs, params: Params) -> dict[str, Attr]:
+    """norm_dims: how many trailing dims of x are normed together."""
+    assert params[0] is not None
+    return {"norm_dims": len(params[0].groups[0])}
+
+
+def _linear(inputs: Inputs, params: Params, attrs: Attrs) -> Inferred:
+    x = required(inputs[0], "x")
     weights, biases = params[: len(params) // 2], params[len(params) // 2 :]
     outputs: list[tuple[Axes, DType]] = []
     for weight, bias in zip(weights, biases, strict=True):
@@ -141,7 +80,9 @@ def _linear(inputs: Inputs, params: Params) -> Inferred:
         if bias is not None and bias.groups != (out,):
             raise SpecError(f"bias {bias.name} has shape {bias.shape}; the output has {out}.")
         outputs.append((x.axes[: len(x.axes) - len(contract)] + out, "compute"))
-    return _simple(inputs, params, outputs)
+    # an axis that is summed and made anew has one name for two dims: it cannot be split
+    both = {a.name for w in weights if w is not None for a in w.groups[0] if a in w.groups[1]}
+    return infer_plainly(inputs, params, outputs, local=tuple(sorted(both)))
 
 
 def _linear_shapes(inputs: Inputs, params: Params) -> dict[str, Attr]:
@@ -156,65 +97,87 @@ def _linear_shapes(inputs: Inputs, params: Params) -> dict[str, Attr]:
     }
 
 
-def _rope_table(inputs: Inputs, params: Params) -> Inferred:
-    positions, inv_freq = _value(inputs[0], "positions"), _value(inputs[1], "inv_freq")
+def _rope_table(inputs: Inputs, params: Params, attrs: Attrs) -> Inferred:
+    positions, inv_freq = required(inputs[0], "positions"), required(inputs[1], "inv_freq")
     axes = positions.axes + inv_freq.axes
-    return _simple(inputs, params, [(axes, "wide"), (axes, "wide")])
+    return infer_plainly(inputs, params, [(axes, "wide"), (axes, "wide")])
 
 
-def _rope(inputs: Inputs, params: Params) -> Inferred:
-    x = _value(inputs[0], "x")
-    cos = _value(inputs[1], "cos")
+def _rope(inputs: Inputs, params: Params, attrs: Attrs) -> Inferred:
+    x = required(inputs[0], "x")
+    cos = required(inputs[1], "cos")
     half = cos.axes[-1].size or 0
     if 2 * half > (x.axes[-1].size or 0):
         raise SpecError(f"a rotary table for {2 * half} channels cannot rotate heads of {x.axes[-1].size}.")
-    return _simple(inputs, params, [(x.axes, "compute")], local=(x.axes[-1].name, cos.axes[-1].name))
+    return infer_plainly(inputs, params, [(x.axes, "compute")], local=(x.axes[-1].name, cos.axes[-1].name))
 
 
-def _attention(inputs: Inputs, params: Params) -> Inferred:
-    q, k, v = (_value(x, role) for x, role in zip(inputs[:3], "qkv", strict=True))  # BSKGD, BSKD, BSKD
+def _attention(inputs: Inputs, params: Params, attrs: Attrs) -> Inferred:
+    q, k, v = (required(x, role) for x, role in zip(inputs[:3], "qkv", strict=True))  # BSKGD, BSKD, BSKD
     if k.axes != v.axes or q.axes[:3] + q.axes[4:] != k.axes:
-        raise SpecError(f"attention over q {_names(q.axes)}, k {_names(k.axes)}, v {_names(v.axes)}.")
-    batch, _, heads, _, dim = _names(q.axes)
+        raise SpecError(f"attention over q {axis_names(q.axes)}, k {axis_names(k.axes)}, v {axis_names(v.axes)}.")
+    batch, _, heads, _, dim = axis_names(q.axes)
     kv = (batch, "kv_seq", heads, dim)
     # keys of every segment are read whole; a query's own segment is found among them
     segments = () if inputs[3] is None else ((batch, "kv_seq"),)
     signature = Signature(
-        inputs=(_names(q.axes), kv, kv, *segments),
+        inputs=(axis_names(q.axes), kv, kv, *segments),
         params=(),
-        outputs=(_names(q.axes),),
+        outputs=(axis_names(q.axes),),
         local=("kv_seq", dim),
     )
     return Inferred(((q.axes, "compute"),), signature)
 
 
-def _elementwise(inputs: Inputs, params: Params) -> Inferred:
-    first = _value(inputs[0], "first")
+def _elementwise(inputs: Inputs, params: Params, attrs: Attrs) -> Inferred:
+    first = required(inputs[0], "first")
     for other in inputs[1:]:
         # glu's two operands are both `ffn`; add's are both the stream
-        if other is None or other.axes != first.axes:
+        if other is None or (other.axes, other.live) != (first.axes, first.live):
             raise SpecError(f"operands {first} and {other} must have the same axes.")
-    return _simple(inputs, params, [(first.axes, first.dtype)])
+    return infer_plainly(inputs, params, [(first.axes, first.dtype)], live=first.live)
 
 
-def _cross_entropy(inputs: Inputs, params: Params) -> Inferred:
-    logits = _value(inputs[0], "logits")
-    return _simple(inputs, params, [(logits.axes[:-1], "wide")])
+def _cross_entropy(inputs: Inputs, params: Params, attrs: Attrs) -> Inferred:
+    logits = required(inputs[0], "logits")
+    return infer_plainly(inputs, params, [(logits.axes[:-1], "wide")], inner=(logits.axes[-1].name,))
 
 
-def _masked_sum(inputs: Inputs, params: Params) -> Inferred:
-    return _simple(inputs, params, [((), "wide")])
+def _masked_sum(inputs: Inputs, params: Params, attrs: Attrs) -> Inferred:
+    return infer_plainly(inputs, params, [((), "wide")])
 
+
+_CROSS_ENTROPY_OWN: Own = (
+    ("forward", "maximum"),
+    ("forward", "sum of exponentials"),
+    ("forward", "label's logit"),
+)
 
 KINDS: dict[str, OpKind] = {
     # x[b, s] -> weight[x]; ids outside [0, vocab) are the caller's error.
-    "embedding": OpKind(("ids",), ("weight",), (), _embedding),
+    "embedding": OpKind(("ids",), ("weight",), (), _embedding, linear=(("weight",),)),
     # x * factor, the factor rounded to x's dtype first.
-    "scale": OpKind(("x",), (), ("factor",), _scale),
-    # see NormSpec; centered is the layer norm.
-    "norm": OpKind(("x",), ("weight", "bias?"), ("centered", "eps", "weight_offset", "cast"), _norm),
+    "scale": OpKind(("x",), (), ("factor",), _scale, linear=(("x",),)),
+    # see NormSpec; centered is the layer norm. Over as many trailing dims as the weight has axes.
+    "norm": OpKind(
+        ("x",),
+        ("weight", "bias?"),
+        ("centered", "eps", "weight_offset", "cast"),
+        _norm,
+        ("norm_dims",),
+        _norm_dims,
+        own=(("forward", "sum of squares"), ("backward", "sum of products")),
+    ),
     # one input, several weights that are packed where they are stored; always returns a tuple.
-    "linear": OpKind(("x",), ("weights*", "biases*"), (), _linear, ("outs", "biased", "in_dims"), _linear_shapes),
+    "linear": OpKind(
+        ("x",),
+        ("weights*", "biases*"),
+        (),
+        _linear,
+        ("outs", "biased", "in_dims"),
+        _linear_shapes,
+        linear=(("x", "biases*"), ("weights*", "biases*")),
+    ),
     # cos and sin of position * inv_freq, times attention_factor, in at least fp32.
     "rope_table": OpKind(("positions", "inv_freq"), (), ("attention_factor",), _rope_table),
     # rotates the first 2 * len(cos) channels; see RopeSpec.
@@ -224,11 +187,14 @@ KINDS: dict[str, OpKind] = {
     # activation(gate) * up
     "glu": OpKind(("gate", "up"), (), ("activation",), _elementwise),
     "activation": OpKind(("x",), (), ("activation",), _elementwise),
-    "add": OpKind(("x", "y"), (), (), _elementwise),
+    "add": OpKind(("x", "y"), (), (), _elementwise, linear=(("x", "y"),)),
     # cap * tanh(x / cap)
     "softcap": OpKind(("x",), (), ("cap",), _elementwise),
     # logsumexp(logits) - logits[label], in at least fp32; exactly 0, with zero gradient, where label is IGNORE.
-    "cross_entropy": OpKind(("logits", "labels"), (), (), _cross_entropy, inner=("vocab",)),
+    "cross_entropy": OpKind(("logits", "labels"), (), (), _cross_entropy, own=_CROSS_ENTROPY_OWN),
     # sum(x * mask)
-    "masked_sum": OpKind(("x", "mask"), (), (), _masked_sum),
+    "masked_sum": OpKind(("x", "mask"), (), (), _masked_sum, linear=(("x",),)),
+    **EXPERTS,
 }
+# What a model with a mixture of experts has and others have not.
+EXPERT_KINDS: tuple[str, ...] = tuple(EXPERTS)

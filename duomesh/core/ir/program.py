@@ -14,13 +14,13 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from duomesh.core.errors import SpecError
+from duomesh.core.errors import BackendError, SpecError
 from duomesh.core.ir.ops import KINDS
 from duomesh.core.ir.storage import Placement, Slot, slots_of
 from duomesh.core.ir.values import Attr, Axes, Constant, Init, Op, Param, Value
 from duomesh.core.spec.model import ModelSpec
 
-__all__ = ["Call", "ModelProgram", "Program", "ProgramBuilder", "run"]
+__all__ = ["Call", "ModelProgram", "Program", "ProgramBuilder", "Term", "check_kinds", "run"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,15 @@ class Program:
         return {param.name: param for param in self.params}
 
     @cached_property
+    def differentiated(self) -> frozenset[str]:
+        """Values that carry a gradient: all but ids, tables, masks and what is made of those alone."""
+        found = {value.name for value in self.inputs if value.dtype == "compute"}
+        for op in self.ops:
+            if op.params or any(name in found for name in op.inputs):
+                found |= {name for name in op.outputs if self.values[name].dtype != "int"}
+        return frozenset(found)
+
+    @cached_property
     def calls(self) -> tuple[Call, ...]:
         """Each op with everything that its function takes."""
 
@@ -69,12 +78,28 @@ class Program:
         return tuple(call(op) for op in self.ops)
 
 
+@dataclass(frozen=True)
+class Term:
+    """A scalar that enters the loss beside that of the targets, once for each layer that makes it.
+
+    program, output: a program's name and one of its outputs, which sums over the tokens of a micro-batch.
+    coefficient: what the mean is multiplied by.
+    power: of the number of tokens, 2 for a sum of products of two sums; `core.objective` divides by it.
+    """
+
+    program: str
+    output: str
+    coefficient: float
+    power: int
+
+
 @dataclass(frozen=True, eq=False)
 class ModelProgram:
     """A whole model.
 
     blocks: the distinct block programs. layers: for each layer the index of its program.
     aliases: parameters that are another one under a second name (a tied head).
+    terms: what the loss has beside `loss_sum`.
     """
 
     spec: ModelSpec
@@ -85,6 +110,7 @@ class ModelProgram:
     head: Program
     loss: Program
     aliases: Mapping[str, str]
+    terms: tuple[Term, ...]
 
     @property
     def steps(self) -> tuple[tuple[str, Program], ...]:
@@ -173,7 +199,7 @@ class ProgramBuilder:
         definition = KINDS[kind]
         try:
             definition.check(inputs, params, attrs)
-            inferred = definition.infer(inputs, params)
+            inferred = definition.infer(inputs, params, attrs)
         except SpecError as error:
             raise SpecError(f"program {self._name}, op {name}: {error}") from None
         names = tuple(outputs) or (name,)
@@ -189,7 +215,7 @@ class ProgramBuilder:
             )
         )
         made = zip(names, inferred.outputs, strict=True)
-        return tuple(self._define(Value(n, axes, dtype)) for n, (axes, dtype) in made)
+        return tuple(self._define(Value(n, axes, dtype, inferred.live)) for n, (axes, dtype) in made)
 
     def build(self, outputs: Mapping[str, Value]) -> Program:
         return Program(
@@ -200,6 +226,16 @@ class ProgramBuilder:
             ops=tuple(self._ops),
             outputs=tuple((name, value.name) for name, value in outputs.items()),
             values=MappingProxyType(dict(self._values)),
+        )
+
+
+def check_kinds(model: ModelProgram, functions: Mapping[str, Callable[..., Any]], backend: str) -> None:
+    """Raises BackendError if the model has an op for whose kind the backend has no function."""
+    kinds = dict.fromkeys(op.kind for program in model.distinct for op in program.ops)
+    missing = [kind for kind in kinds if kind not in functions]
+    if missing:
+        raise BackendError(
+            f"{backend} cannot run {', '.join(missing)} yet; build a model whose blocks have no experts (moe)."
         )
 
 

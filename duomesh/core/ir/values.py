@@ -35,11 +35,14 @@ class Value:
     """A named array that flows between ops.
 
     dtype: "compute" is the run's compute dtype; "wide" is fp32, or float64 in a float64 run; "int" is int32.
+    live: (choices, experts) if the value is [experts, ...] and each token has rows for its `choices` of them only.
+        The other rows stand for nothing, so that a value needs choices / experts of the elements that its axes have.
     """
 
     name: str
     axes: Axes
     dtype: Literal["compute", "wide", "int"] = "compute"
+    live: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,9 @@ class Param:
 
     @property
     def is_decayed(self) -> bool:
-        """Weight decay acts on matrices only, never on norm weights or biases."""
-        return len(self.groups) > 1
+        """Weight decay acts on matrices only, never on norm weights or biases, also where every expert has one."""
+        matrix = [group for group in self.groups if group[0].name != "experts"]
+        return len(matrix) > 1
 
 
 @dataclass(frozen=True)
@@ -89,13 +93,15 @@ class Signature:
     """Which axes each operand has, by name, as the op sees them.
 
     Attention names the sequence axis of k and v `kv_seq`. `local` axes must be whole on a rank: the op
-    normalises, takes a softmax or pairs channels over them.
+    normalises, takes a softmax or pairs channels over them. `inner` axes may be split, although the op reduces over
+    them by more than a sum: it then talks to the other ranks itself (see `OpKind.own`).
     """
 
     inputs: tuple[tuple[str, ...], ...]
     params: tuple[tuple[str, ...], ...]
     outputs: tuple[tuple[str, ...], ...]
     local: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
 
     @property
     def contracted(self) -> tuple[str, ...]:

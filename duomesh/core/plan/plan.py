@@ -3,7 +3,7 @@
     tp=8,dp=4,zero=1,sequence_parallel
 
 A plan that exists has fields of the right type; whether it fits a model is `validate.py`, and where every tensor lives
-follows from `validate.axis_rules`. Nothing here needs a device.
+follows from `rules.mesh_and_rules`. Nothing here needs a device.
 """
 
 from __future__ import annotations
@@ -114,6 +114,13 @@ class Plan:
         if self.grad_dtype is not None:
             return self.grad_dtype
         return "float64" if self.precision == "float64" else "float32"
+
+    @property
+    def samples_of_a_pass(self) -> int:
+        """Samples of a micro-batch over all data ranks; one a rank if the plan does not say."""
+        if self.micro_batch_size is None and self.global_batch_size is not None:
+            return self.global_batch_size // self.micro_batches
+        return self.dp * (self.micro_batch_size or 1)
 
     @property
     def resolved_zero_shard(self) -> int:

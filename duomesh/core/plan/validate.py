@@ -1,4 +1,4 @@
-"""Whether a plan fits a model, and the mesh and rules that it stands for. Needs no device.
+"""Whether a plan fits a model. Needs no device.
 
 Every problem is found before any is reported, each with what was given, what is needed and what to change. Two kinds
 are told apart: a plan that cannot be (`impossible`), and one that asks for what is not built yet (`not_built`); the
@@ -7,34 +7,16 @@ second never hides the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from math import gcd, isqrt, prod
-from typing import Literal
+from collections.abc import Iterable
+from math import prod
 
-from duomesh.core.errors import PlanError
+from duomesh.core.plan.experts import experts
 from duomesh.core.plan.plan import Plan
-from duomesh.core.sharding.mesh import Mesh, MeshAxis, atoms
-from duomesh.core.sharding.typing import AxisRule
+from duomesh.core.plan.problem import Problem, Problems, divisors, multiples, nearest, refuse
+from duomesh.core.plan.rules import attentions, kv_copies
 from duomesh.core.spec.model import AttentionSpec, ModelSpec
 
-__all__ = ["Problem", "axis_rules", "check", "expert_view", "validate"]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong; the parts are phrases, `str` is the sentence."""
-
-    given: str
-    needed: str
-    fix: str
-    kind: Literal["impossible", "not_built"] = "impossible"
-
-    def __str__(self) -> str:
-        return f"{self.given}: {self.needed}; {self.fix}."
-
-
-Problems = Iterator[Problem]
+__all__ = ["check", "validate"]
 
 
 def validate(spec: ModelSpec, plan: Plan, *, seq: int | None = None, world_size: int | None = None) -> list[Problem]:
@@ -55,7 +37,7 @@ def validate(spec: ModelSpec, plan: Plan, *, seq: int | None = None, world_size:
         *_zero(plan),
         *_dtypes(plan),
         *_pipeline(spec, plan),
-        *_experts(plan),
+        *experts(spec, plan, seq),
         *_not_built(plan),
     ]
     return list(dict.fromkeys(found))
@@ -63,71 +45,10 @@ def validate(spec: ModelSpec, plan: Plan, *, seq: int | None = None, world_size:
 
 def check(spec: ModelSpec, plan: Plan, *, seq: int | None = None, world_size: int | None = None) -> None:
     """Raises PlanError with every problem, one a line. Arguments as of `validate`."""
-    _refuse(validate(spec, plan, seq=seq, world_size=world_size))
-
-
-def _refuse(problems: Iterable[Problem]) -> None:
-    lines = [str(problem) for problem in problems]
-    if lines:
-        raise PlanError("\n".join(lines))
-
-
-# What the plan stands for
-
-
-def axis_rules(spec: ModelSpec, plan: Plan) -> tuple[Mesh, list[AxisRule]]:
-    """The mesh of one pipeline stage, slowest axis first, and what each axis splits.
-
-    Axes are dp, cp and tp, also where their size is 1. Where there are fewer kv heads than tp ranks, tp is cut into
-    `tp`, over kv heads, and `tp_copies`, over the query heads of each; ffn and vocabulary are split over both.
-
-    Raises PlanError if the plan is impossible for the model.
-    """
-    _refuse(problem for problem in validate(spec, plan) if problem.kind == "impossible")
-    stream = "seq" if plan.sequence_parallel else None
-    copies = _kv_copies(spec, plan)
-    sizes = {"dp": plan.dp, "cp": plan.cp, "tp": plan.tp // copies}
-    rules = [
-        AxisRule("dp", data="batch", stream="batch"),
-        AxisRule("cp", data="seq", stream="seq"),
-        AxisRule("tp", ("kv_heads", "ffn", "vocab"), stream=stream),
-    ]
-    if copies > 1:
-        sizes["tp_copies"] = copies
-        rules.append(AxisRule("tp_copies", ("q_per_kv", "ffn", "vocab"), stream=stream))
-    return Mesh.of(**sizes), rules
-
-
-def expert_view(plan: Plan) -> tuple[MeshAxis, ...]:
-    """A stage's ranks as the experts cut them: edp, ep, etp from slowest to fastest.
-
-    Raises PlanError if the view has no whole number of copies, or no common atoms with (dp, cp, tp).
-    """
-    dense = _dense_view(plan)
-    ranks, needed = prod(axis.size for axis in dense), plan.ep * plan.resolved_etp
-    if ranks % needed:
-        source = f"etp = tp = {plan.tp} (etp was not given)" if plan.etp is None else f"etp={plan.etp}"
-        raise PlanError(
-            f"ep={plan.ep} and {source} need a multiple of ep*etp={needed} ranks, but {_show(dense)} has {ranks}"
-        )
-    view = (MeshAxis("edp", ranks // needed), MeshAxis("ep", plan.ep), MeshAxis("etp", plan.resolved_etp))
-    atoms(dense, view)
-    return view
-
-
-def _dense_view(plan: Plan) -> tuple[MeshAxis, ...]:
-    return MeshAxis("dp", plan.dp), MeshAxis("cp", plan.cp), MeshAxis("tp", plan.tp)
-
-
-def _show(view: Iterable[MeshAxis]) -> str:
-    return ",".join(f"{axis.name}={axis.size}" for axis in view)
+    refuse(validate(spec, plan, seq=seq, world_size=world_size))
 
 
 # What tp splits
-
-
-def _attentions(spec: ModelSpec) -> list[AttentionSpec]:
-    return list(dict.fromkeys(block.attention for block in spec.blocks))
 
 
 def _cuts_heads(attention: AttentionSpec, tp: int) -> bool:
@@ -136,18 +57,13 @@ def _cuts_heads(attention: AttentionSpec, tp: int) -> bool:
     return attention.num_heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
-def _kv_copies(spec: ModelSpec, plan: Plan) -> int:
-    """Ranks that hold the same kv heads, in every block."""
-    return plan.tp // gcd(plan.tp, *(a.num_kv_heads for a in _attentions(spec)))
-
-
 def _tp_choices(spec: ModelSpec) -> list[int]:
     """Every tp that cuts all heads and ffn sizes of the model."""
-    heads = min(a.num_heads for a in _attentions(spec))
-    widths = {block.mlp.ffn_size for block in spec.blocks}
+    heads = min(a.num_heads for a in attentions(spec))
+    widths = {block.mlp.ffn_size for block in spec.blocks if block.mlp is not None}
 
     def fits(tp: int) -> bool:
-        return all(_cuts_heads(a, tp) for a in _attentions(spec)) and not any(width % tp for width in widths)
+        return all(_cuts_heads(a, tp) for a in attentions(spec)) and not any(width % tp for width in widths)
 
     return [tp for tp in range(1, heads + 1) if fits(tp)]
 
@@ -158,8 +74,8 @@ def _tp_fix(choices: Iterable[int]) -> str:
 
 def _heads(spec: ModelSpec, plan: Plan) -> Problems:
     tp = plan.tp
-    copies, choices = _kv_copies(spec, plan), _tp_choices(spec)
-    for a in _attentions(spec):
+    copies, choices = kv_copies(spec, plan), _tp_choices(spec)
+    for a in attentions(spec):
         kv_heads = a.num_kv_heads
         if a.num_heads % tp:
             given = f"num_heads={a.num_heads}, num_kv_heads={kv_heads}, tp={tp}"
@@ -175,37 +91,12 @@ def _heads(spec: ModelSpec, plan: Plan) -> Problems:
 
 def _widths(spec: ModelSpec, plan: Plan) -> Problems:
     tp, choices = plan.tp, _tp_choices(spec)
-    for width in dict.fromkeys(block.mlp.ffn_size for block in spec.blocks):
+    for width in dict.fromkeys(block.mlp.ffn_size for block in spec.blocks if block.mlp is not None):
         if width % tp:
             yield Problem(f"ffn_size={width}, tp={tp}", "tp must divide the ffn size", _tp_fix(choices))
-    vocab = spec.vocab_size
-    if vocab % tp:
-        padded = -(-vocab // tp) * tp
-        even = _tp_fix(n for n in choices if vocab % n == 0)
-        fix = f"{even}, or a vocabulary of {padded} rows, the next multiple of tp"
-        yield Problem(f"vocab_size={vocab}, tp={tp}", "tp must divide the vocabulary, padding is not built yet", fix)
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
-
-
-def _nearest(wanted: int, choices: Iterable[int]) -> str:
-    """The choices on both sides of a number that is none; choices ascend."""
-    choices = list(choices)
-    below = [n for n in choices if n < wanted][-1:]
-    above = [n for n in choices if n > wanted][:1]
-    return " or ".join(map(str, below + above))
 
 
 # Tokens and samples
-
-
-def _multiples(number: int, of: int) -> str:
-    """The multiples next to a number that is none."""
-    below = number // of * of
-    return " or ".join(str(n) for n in (below, below + of) if n)
 
 
 def _sequence(plan: Plan, seq: int | None) -> Problems:
@@ -217,14 +108,18 @@ def _sequence(plan: Plan, seq: int | None) -> Problems:
         yield Problem(f"cp_kind={plan.cp_kind}, cp=1", "cp_kind needs cp > 1", "leave it out or use cp=2 or more")
     if seq is None:
         return
-    names = {"cp": plan.cp} | ({"tp": plan.tp} if plan.sequence_parallel else {})
-    names = {name: size for name, size in names.items() if size > 1}
-    parts = prod(names.values())
+    factors = {}
+    if plan.cp > 1:
+        factors["2*cp"] = 2 * plan.cp  # in zigzag every rank has two chunks
+    if plan.sequence_parallel and plan.tp > 1:
+        factors["tp"] = plan.tp
+    parts = prod(factors.values())
     if seq % parts:
-        sizes = ", ".join(f"{name}={size}" for name, size in names.items())
-        reason = " under sequence_parallel" if "tp" in names else ""
-        needed = f"{'*'.join(names)}{'' if len(names) == 1 else f'={parts}'} must divide the sequence length{reason}"
-        yield Problem(f"seq={seq}, {sizes}", needed, f"use seq={_multiples(seq, parts)}")
+        sizes = ", ".join(f"{name}={getattr(plan, name)}" for name in ("cp", "tp") if getattr(plan, name) > 1)
+        reason = " under sequence_parallel" if "tp" in factors else ""
+        total = "" if list(factors) == ["tp"] else f"={parts}"
+        needed = f"{'*'.join(factors)}{total} must divide the sequence length{reason}"
+        yield Problem(f"seq={seq}, {sizes}", needed, f"use seq={multiples(seq, parts)}")
 
 
 def _batch(plan: Plan) -> Problems:
@@ -236,7 +131,7 @@ def _batch(plan: Plan) -> Problems:
     if size is None:
         if total % parts:
             needed = f"the global batch must be a multiple of micro_batches*dp={parts}"
-            fix = f"use global_batch_size={_multiples(total, parts)}"
+            fix = f"use global_batch_size={multiples(total, parts)}"
             yield Problem(f"global_batch_size={total}, {passes}", needed, fix)
     elif total != size * parts:
         given = f"global_batch_size={total}, micro_batch_size={size}, {passes}"
@@ -245,7 +140,7 @@ def _batch(plan: Plan) -> Problems:
         if total % per_pass == 0:
             fix = f"use micro_batches={total // per_pass}"
         else:
-            fix = f"use global_batch_size={_multiples(total, per_pass)}, micro_batches={_multiples_of(total, per_pass)}"
+            fix = f"use global_batch_size={multiples(total, per_pass)}, micro_batches={_multiples_of(total, per_pass)}"
         yield Problem(given, needed, fix)
 
 
@@ -262,7 +157,7 @@ def _ranks(plan: Plan, world_size: int | None) -> Problems:
     if world_size % replica == 0:
         fix = f"use dp={world_size // replica} or start {plan.world_size} ranks"
     else:
-        fix = f"start {plan.world_size} ranks, or {_multiples(world_size, replica)} with another dp"
+        fix = f"start {plan.world_size} ranks, or {multiples(world_size, replica)} with another dp"
     yield Problem(f"{world_size} ranks, {sizes}", f"tp*dp*cp*pp={plan.world_size} ranks are needed", fix)
 
 
@@ -278,7 +173,7 @@ def _zero(plan: Plan) -> Problems:
     if not plan.zero:
         yield Problem(f"zero_shard={shard}, zero=0", "zero_shard needs zero", "leave it out or use zero=1, 2 or 3")
     if plan.dp % shard:
-        fix = f"use zero_shard={_nearest(shard, _divisors(plan.dp))}"
+        fix = f"use zero_shard={nearest(shard, divisors(plan.dp))}"
         yield Problem(f"zero_shard={shard}, dp={plan.dp}", "zero_shard must divide dp", fix)
 
 
@@ -304,38 +199,6 @@ def _pipeline(spec: ModelSpec, plan: Plan) -> Problems:
     if plan.pp > 1 and plan.pp * plan.vpp > spec.num_layers:
         given = f"pp={plan.pp}, vpp={plan.vpp}, num_layers={spec.num_layers}"
         yield Problem(given, "each of the pp*vpp parts needs a layer", f"use pp*vpp of at most {spec.num_layers}")
-
-
-def _experts(plan: Plan) -> Problems:
-    if plan.ep == 1 and plan.etp is None:
-        return
-    try:
-        expert_view(plan)
-    except PlanError as error:
-        dense = _dense_view(plan)
-        ranks = prod(axis.size for axis in dense)
-        needed = str(error).removesuffix(".")
-        given = f"{_show(dense)}, ep={plan.ep}" + ("" if plan.etp is None else f", etp={plan.etp}")
-        yield Problem(given, needed, _expert_fix(plan, ranks))
-
-
-def _expert_fix(plan: Plan, ranks: int) -> str:
-    def fitting(etp: int) -> list[int]:
-        """Every ep that fits with this etp."""
-        found = []
-        for ep in _divisors(ranks):
-            try:
-                expert_view(replace(plan, ep=ep, etp=etp))
-            except PlanError:
-                continue
-            found.append(ep)
-        return found
-
-    etp = plan.resolved_etp
-    if plan.ep in fitting(1):
-        return "use etp=1"
-    near = _nearest(plan.ep, fitting(etp))
-    return f"use ep={near} with etp={etp}" if near else f"use ep={_nearest(plan.ep, fitting(1))} with etp=1"
 
 
 def _not_built(plan: Plan) -> Problems:

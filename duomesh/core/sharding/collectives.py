@@ -1,32 +1,28 @@
-"""The collectives of a training step, listed from the types alone: what moves, over which axis, when, how much.
+"""The collectives of a training step, in the order in which a rank meets them, listed from a sharded program alone.
 
-A value goes from one layout to another axis by axis (`move_order`), and the first op that wants a layout pays for it.
-Sizes are those of the buffer on one rank that holds the axis whole: the result of an all-gather, the input of a
-reduce-scatter, the buffer of an all-reduce.
+Sizes are those of the larger buffer on one rank: the result of an all-gather, the input of a reduce-scatter, what an
+all-reduce or an all-to-all sends; padding included.
 
-Not here: storage and optimizer layouts, buckets, recomputation.
+Not here: sends and receives between pipeline stages.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
-from duomesh.core.ir.ops import KINDS
-from duomesh.core.ir.program import ModelProgram, Program
-from duomesh.core.ir.values import Axes, Param, Value
-from duomesh.core.sharding import transitions
-from duomesh.core.sharding.mesh import Mesh
-from duomesh.core.sharding.transitions import REPLICATED, Action, Kind, State, dual
-from duomesh.core.sharding.typing import AxisRule, ProgramStates, at_home, param_state, type_model
+from duomesh.core.ir.values import Axes, Value
+from duomesh.core.sharding.layouts import Extents, Layout, Step, dual_layout
+from duomesh.core.sharding.program import Reshard, ShardedCall, ShardedProgram
+from duomesh.core.sharding.storage import Bucket, Storage
+from duomesh.core.sharding.transitions import Action, Kind
 
-__all__ = ["Collective", "Layout", "distinct_parameters", "move_order", "step_collectives"]
+__all__ = ["Collective", "Phase", "StepShape", "step_collectives", "step_trace"]
 
-Layout = Mapping[str, State]  # mesh axis -> state, S by logical axis
-Phase = Literal["forward", "backward", "sync"]
+Phase = Literal["forward", "backward", "recompute", "sync", "norm", "optimizer"]
 
 
 @dataclass(frozen=True)
@@ -34,165 +30,188 @@ class Collective:
     """One collective that a rank takes part in.
 
     Attributes:
-        op: the value that moves, or the parameter whose gradient is summed, as `<program>.<local name>`.
+        op: what moves: a value as `<program>.<local name>`, a collective of an op's own as `<program>.<op> <what>`, or
+            a bucket of parameters as `<program>.bucket<n>`.
         kind: "all-gather", "all-reduce", "reduce-scatter" or "all-to-all".
-        axis: mesh axis.
-        phase: "sync" is the sum of parameter gradients, once a step.
-        dtype: "compute", "wide" (losses) or "int", as values have; "grad" for gradients.
+        axes: mesh axes, from major to minor; together they are the group.
+        phase: "sync" sums gradients, "norm" is the global norm, "optimizer" hands out updated weights.
+        dtype: of the buffer on the wire: "compute", "wide" or "int" as values have, "grad" for gradients.
         elements: of the buffer on one rank.
         count: how often in a step.
     """
 
     op: str
     kind: str
-    axis: str
+    axes: tuple[str, ...]
     phase: Phase
     dtype: str
     elements: int
-    count: int
-
-
-def move_order(names: Sequence[str], layout: Layout) -> tuple[str, ...]:
-    """In which order the axes of a mesh, slowest first, are taken when a value moves to a layout.
-
-    Joins come first, from the fastest axis on, then cuts from the slowest: a dim that several axes split is only ever
-    changed at its minor end.
-    """
-    cuts = [name for name in names if layout[name].kind is Kind.SHARD]
-    return (*(name for name in reversed(names) if name not in cuts), *cuts)
+    count: int = 1
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """Sizes of logical axes on the whole mesh, and of the mesh's axes."""
+class StepShape:
+    """How a step's batch is cut.
 
-    mesh: Mesh
+    batch: samples of a micro-batch over all data ranks. seq: tokens of a sample. has_segments: whether batches carry
+    segment ids.
+    """
+
     batch: int
     seq: int
-
-    def elements(self, axes: Axes, layout: Layout) -> int:
-        """Elements that one rank holds."""
-        run_time = {"batch": self.batch, "seq": self.seq}
-        out = prod(run_time[axis.name] if axis.size is None else axis.size for axis in axes)
-        for name, state in layout.items():
-            if state.kind is Kind.SHARD:
-                out //= self.mesh.size(name)
-        return out
+    micro_batches: int = 1
+    has_segments: bool = False
 
 
-def _moves(sizes: _Sizes, axes: Axes, before: Layout, after: Layout) -> Iterator[tuple[str, Action, int]]:
-    """(axis, action, elements) of every collective between two layouts."""
-    current = dict(before)
-    for name in move_order(sizes.mesh.names, after):
-        action = transitions.forward(current[name], after[name])
-        whole = {**current, name: REPLICATED}  # the buffer that holds this axis whole
-        if action.is_collective and sizes.mesh.size(name) > 1:
-            yield name, action, sizes.elements(axes, whole)
-        current[name] = after[name]
-
-
-def _wanted(
-    program: Program, states: Mapping[str, ProgramStates]
-) -> Iterator[tuple[Value, dict[str, State], dict[str, State]]]:
-    """Every (value, layout it is made in, layout that is wanted), each once: the joint form of `typing.conversions`."""
-    seen: set[tuple[str, tuple[State, ...]]] = set()
-
-    def once(name: str, wanted: dict[str, State]) -> Iterator[tuple[Value, dict[str, State], dict[str, State]]]:
-        made = {a: s.values[name] for a, s in states.items()}
-        key = (name, tuple(wanted.values()))
-        if wanted != made and key not in seen:
-            seen.add(key)
-            yield program.values[name], made, wanted
-
-    for index, op in enumerate(program.ops):
-        for i, name in enumerate(op.inputs):
-            if name is not None:
-                yield from once(name, {a: at_home(s.ops[index].operands[i]) for a, s in states.items()})
-    for name, value in program.outputs:
-        yield from once(value, {a: s.outputs[name] for a, s in states.items()})
-
-
-def step_collectives(
-    model: ModelProgram,
-    mesh: Mesh,
-    rules: Sequence[AxisRule],
-    *,
-    batch: int,
-    seq: int,
-    micro_batches: int = 1,
-    has_segments: bool = False,
-) -> list[Collective]:
-    """Every collective of a step, equal ones counted together.
-
-    Args:
-        batch: samples of a micro-batch over all data ranks.
-        seq: tokens of a sample.
-        has_segments: whether batches carry segment ids.
-    """
-    if not mesh.axes:
-        return []
-    by_axis = {rule.axis: (rule, type_model(model, rule, mesh.size(rule.axis))) for rule in rules}
-    sizes = _Sizes(mesh, batch, seq)
+def step_collectives(storage: Storage, shape: StepShape) -> list[Collective]:
+    """Every collective of a step, equal ones counted together, in order of first occurrence."""
+    lister = _Lister(storage, shape)
     counts: Counter[Collective] = Counter()
-    applied = Counter(program.name for _, program in model.steps)
-    for program in model.distinct:
-        states = {a: by_axis[a][1][program.name] for a in mesh.names}
-        for made in _program_collectives(sizes, program, states, has_segments=has_segments):
-            counts[made] += applied[program.name] * micro_batches
-    for (program_name, local), (name, repeats) in distinct_parameters(model).items():
-        layout = {a: param_state(model, states, rule, name) for a, (rule, states) in by_axis.items()}
-        for made in _parameter_sums(sizes, f"{program_name}.{local}", model.params[name], layout):
-            counts[made] += repeats
-    return [Collective(c.op, c.kind, c.axis, c.phase, c.dtype, c.elements, count) for c, count in counts.items()]
+    for made in lister.micro_batch():
+        counts[made] += shape.micro_batches
+    for made in lister.end_of_step():
+        counts[made] += 1
+    return [replace(made, count=count) for made, count in counts.items()]
 
 
-def distinct_parameters(model: ModelProgram) -> dict[tuple[str, str], tuple[str, int]]:
-    """(program, local name) -> the first global name, and how many layers repeat it; aliases left out."""
-    out: dict[tuple[str, str], tuple[str, int]] = {}
-    for prefix, program in model.steps:
-        for param in program.params:
-            if prefix + param.name not in model.aliases:
-                first, count = out.get((program.name, param.name), (prefix + param.name, 0))
-                out[program.name, param.name] = (first, count + 1)
-    return out
+def step_trace(storage: Storage, shape: StepShape) -> Iterator[Collective]:
+    """The same one by one, in the order of execution: forward and backward of each micro-batch, then the end."""
+    lister = _Lister(storage, shape)
+    return chain(chain.from_iterable(lister.micro_batch() for _ in range(shape.micro_batches)), lister.end_of_step())
 
 
-def _program_collectives(
-    sizes: _Sizes, program: Program, states: Mapping[str, ProgramStates], *, has_segments: bool
-) -> Iterator[Collective]:
-    prefix = program.name
-    differentiated = next(iter(states.values())).differentiated
-    for value, made, wanted in _wanted(program, states):
-        if value.name == "segment_ids" and not has_segments:
-            continue
-        for axis, action, elements in _moves(sizes, value.axes, made, wanted):
-            yield Collective(f"{prefix}.{value.name}", action.value, axis, "forward", value.dtype, elements, 1)
-        if value.name in differentiated:
-            ahead, back = ({a: dual(s) for a, s in layout.items()} for layout in (made, wanted))
-            for axis, action, elements in _moves(sizes, value.axes, back, ahead):
-                yield Collective(f"{prefix}.{value.name}", action.value, axis, "backward", value.dtype, elements, 1)
-    yield from _own_collectives(sizes, program, states)
+class _Lister:
+    def __init__(self, storage: Storage, shape: StepShape) -> None:
+        self._storage, self._sharded, self._shape = storage, storage.sharded, shape
+        self._extents = self._sharded.extents(batch=shape.batch, seq=shape.seq)
+        self._forward: dict[str, list[Collective]] = {}
+        self._backward: dict[str, list[Collective]] = {}
+        for _, _, program in self._sharded.steps:
+            name = program.program.name
+            if name not in self._forward:
+                one = _ProgramLister(program, self._extents, has_segments=shape.has_segments)
+                self._forward[name], self._backward[name] = list(one.forward()), list(one.backward())
+
+    def micro_batch(self) -> Iterator[Collective]:
+        steps = list(enumerate(self._sharded.steps))
+        for index, (_, _, program) in steps:
+            if self._storage.zero == 3:
+                yield from self._gathers(self._storage.used(index), "forward", "compute")
+            yield from self._forward[program.program.name]
+        for index, (_, _, program) in reversed(steps):
+            if self._storage.zero == 3:
+                yield from self._gathers(self._storage.used(index, in_backward=True), "recompute", "compute")
+            yield from self._backward[program.program.name]
+            if self._storage.zero == 3:
+                yield from self._scatters(self._storage.used(index), "backward")
+            elif self._storage.zero == 2:
+                yield from self._scatters([b for b in self._storage.buckets if b.step == index], "sync")
+
+    def end_of_step(self) -> Iterator[Collective]:
+        """Sums that are left, buckets of the last step first, as backward has made their gradients ready."""
+        buckets = self._storage.buckets
+        for bucket in reversed(buckets):
+            if self._storage.zero == 1:
+                yield from self._scatters([bucket], "sync")
+            if bucket.rest:
+                yield self._of(bucket, Action.ALL_REDUCE, bucket.rest, "sync", "grad", bucket.size // bucket.parts)
+        for bucket in reversed(buckets):
+            if len(self._sharded.owners[bucket.members[0].name]) > 1:
+                yield self._of(bucket, Action.ALL_REDUCE, ("pp",), "sync", "grad", bucket.size // bucket.parts)
+        axes = self._storage.norm_axes + (("pp",) if len(set(self._sharded.stages)) > 1 else ())
+        if axes:
+            yield Collective("global norm", Action.ALL_REDUCE.value, axes, "norm", "wide", 1)
+        if self._storage.zero in (1, 2):
+            yield from self._gathers(buckets, "optimizer", "compute")
+
+    def _gathers(self, buckets: Iterable[Bucket], phase: Phase, dtype: str) -> Iterator[Collective]:
+        for bucket in buckets:
+            if bucket.shared:
+                yield self._of(bucket, Action.ALL_GATHER, bucket.shared, phase, dtype, bucket.size)
+
+    def _scatters(self, buckets: Iterable[Bucket], phase: Phase) -> Iterator[Collective]:
+        for bucket in buckets:
+            if bucket.shared:
+                yield self._of(bucket, Action.REDUCE_SCATTER, bucket.shared, phase, "grad", bucket.size)
+
+    def _of(
+        self, bucket: Bucket, action: Action, axes: tuple[str, ...], phase: Phase, dtype: str, elements: int
+    ) -> Collective:
+        program = self._sharded.steps[bucket.step][2].program.name
+        name = f"{program}.{bucket.name.rpartition('.')[2]}"
+        return Collective(name, action.value, axes, phase, dtype, elements)
 
 
-def _own_collectives(sizes: _Sizes, program: Program, states: Mapping[str, ProgramStates]) -> Iterator[Collective]:
-    """Those that an op declares: a cross entropy over a split vocabulary takes a maximum and two sums."""
-    for index, op in enumerate(program.ops):
-        inner = KINDS[op.kind].inner
-        for axis, s in states.items():
-            operand = s.ops[index].operands[0]
-            if inner and operand is not None and operand.kind is Kind.SHARD and operand.dim in inner:
-                result = program.values[op.outputs[0]]
-                layout = {a: t.ops[index].outputs[0] for a, t in states.items()}
-                for what in ("maximum", "sum of exponentials", "label's logit"):
-                    name = f"{program.name}.{op.name} {what}"
-                    elements = sizes.elements(result.axes, layout)
-                    if sizes.mesh.size(axis) > 1:
-                        yield Collective(name, Action.ALL_REDUCE.value, axis, "forward", result.dtype, elements, 1)
+class _ProgramLister:
+    """One application of a program."""
+
+    def __init__(self, sharded: ShardedProgram, extents: Extents, *, has_segments: bool) -> None:
+        self._sharded, self._extents = sharded, extents
+        self._absent = frozenset() if has_segments else frozenset({"segment_ids"})
+
+    def forward(self) -> Iterator[Collective]:
+        for made in self._sharded.instructions:
+            if isinstance(made, ShardedCall):
+                yield from self._own(made, "forward")
+            elif made.source not in self._absent:
+                yield from self._moves(made, self._sharded.layouts[made.source], made.ahead, "forward")
+
+    def backward(self) -> Iterator[Collective]:
+        """Only of values that the program's outputs depend on: no cotangent comes to others."""
+        again = {made.result: made for made in self._sharded.reshards() if made.regathers}
+        reached: set[str | None] = {name for _, name in self._sharded.outputs}
+        for made in reversed(self._sharded.instructions):
+            if isinstance(made, Reshard):
+                if made.result in reached:
+                    reached.add(made.source)
+                    layout = dual_layout(self._sharded.layouts[made.result])
+                    yield from self._moves(made, layout, made.back, "backward")
+                continue
+            if not reached.intersection(made.call.op.outputs):
+                continue
+            reached.update(made.operands)
+            for name in made.operands:
+                if name in again:
+                    kept = again.pop(name)
+                    yield from self._moves(kept, self._sharded.layouts[kept.source], kept.ahead, "recompute")
+            yield from self._own(made, "backward")
+
+    def _moves(self, made: Reshard, layout: Layout, path: Iterable[Step], phase: Phase) -> Iterator[Collective]:
+        name = self._sharded.origin[made.source]
+        value = self._sharded.program.values.get(name)
+        live = (1, 1) if value is None or value.live is None else value.live
+        dtype = "compute" if value is None else value.dtype
+        for step, held in self._extents.moves(self._sharded.axes(made.source), layout, path):
+            # rows that do not exist do not travel
+            elements = -(-held * live[0] // live[1]) if step.action is Action.ALL_TO_ALL else held
+            op = f"{self._sharded.program.name}.{name}"
+            yield Collective(op, step.action.value, step.axes, phase, dtype, elements)
+
+    def _own(self, made: ShardedCall, phase: Literal["forward", "backward"]) -> Iterator[Collective]:
+        """An op reduces over the axes that split what it cannot work on alone."""
+        op = made.call.op
+        axes = inner_axes(self._sharded, made)
+        real = tuple(axis for axis in axes if self._extents.mesh.size(axis) > 1)
+        if not real:
+            return
+        value = self._sharded.program.values[str(op.inputs[0])]
+        kept = own_axes(value, made)
+        layout = {a: s for a, s in self._sharded.layouts[str(made.operands[0])].items() if a not in axes}
+        for when, what in made.own:
+            if when == phase:
+                name = f"{self._sharded.program.name}.{op.name} {what}"
+                elements = self._extents.elements(kept, layout)
+                yield Collective(name, Action.ALL_REDUCE.value, real, phase, "wide", elements)
 
 
-def _parameter_sums(sizes: _Sizes, name: str, param: Param, layout: Layout) -> Iterator[Collective]:
-    axes = tuple(axis for group in param.groups for axis in group)
-    for axis, state in layout.items():
-        if state == REPLICATED and sizes.mesh.size(axis) > 1:
-            elements = sizes.elements(axes, layout)
-            yield Collective(name, Action.ALL_REDUCE.value, axis, "sync", "grad", elements, 1)
+def inner_axes(sharded: ShardedProgram, made: ShardedCall) -> tuple[str, ...]:
+    """Mesh axes that split an inner axis of the op's first input."""
+    inner = made.call.op.signature.inner
+    layout = sharded.layouts[str(made.operands[0])]
+    return tuple(axis for axis, state in layout.items() if state.kind is Kind.SHARD and state.dim in inner)
+
+
+def own_axes(value: Value, made: ShardedCall) -> Axes:
+    """What one of the op's own collectives has a number for."""
+    signature = made.call.op.signature
+    return tuple(axis for axis in value.axes if axis.name not in (*signature.inner, *signature.local))

@@ -73,12 +73,13 @@ class Mesh:
             rank = rank * axis.size + position
         return rank
 
-    def groups(self, name: str) -> list[list[int]]:
-        """Ranks that differ in this axis only, one list for each place in the other axes, by coordinate on it."""
-        at = self.index(name)
+    def groups(self, *names: str) -> list[list[int]]:
+        """Ranks that differ in these axes only, one list for each place in the others, by coordinate on these."""
+        at = {self.index(name) for name in names}
         out: dict[tuple[int, ...], list[int]] = {}
         for coordinate in self.coordinates():
-            out.setdefault(coordinate[:at] + coordinate[at + 1 :], []).append(self.rank(coordinate))
+            elsewhere = tuple(place for i, place in enumerate(coordinate) if i not in at)
+            out.setdefault(elsewhere, []).append(self.rank(coordinate))
         return list(out.values())
 
 

@@ -1,6 +1,7 @@
 """All ranks in one process: what a state means, and transitions carried out on lists of numpy arrays.
 
-This is the oracle of the sharding IR. It works on the ranks of one mesh axis at a time, in float64 if fed that.
+This is the oracle of the sharding IR. It works on the ranks of one mesh axis (or of a tuple of axes) at a time, in
+float64 if fed that. Dims are named by position.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ Ranks = Sequence[Array]
 def meaning(local: Ranks, state: State) -> Array:
     """The value that the ranks' arrays stand for. Ranks that must be equal are checked to be."""
     if state.kind is Kind.SHARD:
-        return np.concatenate(list(local), axis=_dim(state))
+        return _joined(local, state)
     if state.kind is Kind.PARTIAL:
         return np.asarray(sum(local[1:], start=local[0]))
     for rank, array in enumerate(local):
-        assert np.array_equal(array, local[0]), f"{state}: rank {rank} differs from rank 0"
+        assert np.array_equal(array, local[0], equal_nan=True), f"{state}: rank {rank} differs from rank 0"
     return local[0]
 
 
@@ -44,12 +45,12 @@ def reshard(local: Ranks, before: State, after: State) -> list[Array]:
     if action is Action.KEEP_FIRST:
         return [local[0], *(np.zeros_like(array) for array in local[1:])]
     if action is Action.PAD:
-        return [_padded(array, _dim(before), rank, size) for rank, array in enumerate(local)]
+        return [_alone(array, before, rank, size) for rank, array in enumerate(local)]
     if action is Action.SLICE:
-        return [_slice(array, _dim(after), rank, size) for rank, array in enumerate(local)]
+        return [_part(array, after, rank, size) for rank, array in enumerate(local)]
     whole = meaning(local, before)
     if after.kind is Kind.SHARD:  # reduce-scatter and all-to-all
-        return [_slice(whole, _dim(after), rank, size) for rank in range(size)]
+        return [_part(whole, after, rank, size) for rank in range(size)]
     return [whole] * size
 
 
@@ -63,15 +64,27 @@ def _dim(state: State) -> int:
     return state.dim
 
 
-def _slice(array: Array, dim: int, rank: int, size: int) -> Array:
-    length = array.shape[dim] // size
-    index = [slice(None)] * array.ndim
-    index[dim] = slice(rank * length, (rank + 1) * length)
-    return array[tuple(index)]
+def _chunks(state: State, rank: int, size: int) -> tuple[tuple[int, ...], int]:
+    """Which chunks a rank has, in its order, and of how many."""
+    return ((rank,), size) if state.order == "contiguous" else ((rank, 2 * size - 1 - rank), 2 * size)
 
 
-def _padded(array: Array, dim: int, rank: int, size: int) -> Array:
-    """Zeros of the whole value, with this rank's slice in its place."""
-    parts = [np.zeros_like(array)] * size
-    parts[rank] = array
-    return np.concatenate(parts, axis=dim)
+def _part(array: Array, state: State, rank: int, size: int) -> Array:
+    chunks, count = _chunks(state, rank, size)
+    dim = _dim(state)
+    assert array.shape[dim] % count == 0, f"{array.shape[dim]} cannot be cut into {count} equal chunks"
+    parts = np.split(array, count, axis=dim)
+    return np.concatenate([parts[chunk] for chunk in chunks], axis=dim)
+
+
+def _joined(local: Ranks, state: State) -> Array:
+    parts: dict[int, Array] = {}
+    for rank, array in enumerate(local):
+        chunks, _ = _chunks(state, rank, len(local))
+        parts.update(zip(chunks, np.split(array, len(chunks), axis=_dim(state)), strict=True))
+    return np.concatenate([parts[chunk] for chunk in sorted(parts)], axis=_dim(state))
+
+
+def _alone(array: Array, state: State, rank: int, size: int) -> Array:
+    """Zeros of the whole value, with this rank's part in its place."""
+    return _joined([array if other == rank else np.zeros_like(array) for other in range(size)], state)

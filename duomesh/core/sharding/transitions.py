@@ -15,8 +15,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
-__all__ = ["INVARIANT", "PARTIAL", "REPLICATED", "Action", "Kind", "State", "backward", "dual", "forward", "shard"]
+__all__ = [
+    "INVARIANT",
+    "PARTIAL",
+    "REPLICATED",
+    "Action",
+    "Kind",
+    "Order",
+    "State",
+    "backward",
+    "dual",
+    "forward",
+    "shard",
+]
+
+
+Order = Literal["contiguous", "zigzag"]
 
 
 class Kind(Enum):
@@ -28,24 +44,31 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class State:
-    """A state on one axis; `dim` is what is split, for SHARD only: a tensor dim, or a logical axis by name."""
+    """A state on one axis; `dim` is what is split, for SHARD only: a tensor dim, or a logical axis by name.
+
+    order: which parts a rank of n has. "contiguous": rank r the r-th of n. "zigzag": the r-th and the r-th last of 2n,
+    which gives every rank of a causal attention the same work.
+    """
 
     kind: Kind
     dim: int | str | None = None
+    order: Order = "contiguous"
 
     def __post_init__(self) -> None:
         assert (self.kind is Kind.SHARD) == (self.dim is not None), self
 
     def __str__(self) -> str:
-        return self.kind.value if self.dim is None else f"S({self.dim})"
+        if self.dim is None:
+            return self.kind.value
+        return f"S({self.dim})" if self.order == "contiguous" else f"S({self.dim}, {self.order})"
 
 
 INVARIANT, PARTIAL, REPLICATED = State(Kind.INVARIANT), State(Kind.PARTIAL), State(Kind.REPLICATED)
 
 
-def shard(dim: int | str) -> State:
+def shard(dim: int | str, order: Order = "contiguous") -> State:
     """`S(dim)`."""
-    return State(Kind.SHARD, dim)
+    return State(Kind.SHARD, dim, order)
 
 
 def dual(state: State) -> State:
@@ -92,7 +115,7 @@ def forward(before: State, after: State) -> Action:
     if before == after:
         return Action.NOTHING
     if before.kind is after.kind:
-        return Action.ALL_TO_ALL  # S(d) -> S(e)
+        return Action.ALL_TO_ALL  # another dim, or another order of the same
     return _FORWARD[before.kind, after.kind]
 
 

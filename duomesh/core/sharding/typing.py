@@ -1,50 +1,40 @@
-"""Typing: which state every value of a program has on one mesh axis, and which state every op wants its operands in.
+"""Typing: which mode every op of a program takes on one mesh axis, and with that the state of every value.
 
 Axes are typed independently of each other. A declared rule says what the axis splits; everything else follows, op by
-op, from signatures (docs/design.md, section 4):
+op, from signatures (docs/design.md, section 4). In order of precedence, an op is
 
-1. all operands whole: so is the result;
-2. otherwise the op works along one dim w: the declared dim of the residual stream, else a dim on which one of its
-   parameters is split, else a dim on which an activation is split; never one that the op needs whole;
-3. operands that have w are split on it, others are replicated; a result that has w is split on it, one that sums
-   over w is partial; a bias of a partial result is partial, so that it counts once;
-4. without w, a replicated activation makes everything replicated, and anything else is made whole first;
-5. a sum passes through ops that are linear in it.
+1. on the residual stream: split as the stream is declared, or whole;
+2. a dispatch to experts or a combine of what they made: by what the axis splits of the experts;
+3. split on a dim on which one of its parameters is split;
+4. a sum, if it is linear in its partial operands and nothing else is split;
+5. split on a dim on which an activation is split; never on one that the op needs whole;
+6. split as the stream is, if one operand is partial and has to be reduced anyway;
+7. replicated, if a differentiated activation is; else whole.
 
 Not here: collectives and their bytes, which follow from these states by the table of transitions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from duomesh.core.errors import PlanError
-from duomesh.core.ir.ops import KINDS
 from duomesh.core.ir.program import ModelProgram, Program
 from duomesh.core.ir.values import Op, Param
-from duomesh.core.sharding import transitions
-from duomesh.core.sharding.transitions import INVARIANT, PARTIAL, REPLICATED, Action, Kind, State, shard
+from duomesh.core.sharding.modes import REPLICATED_MODE, WHOLE, Mode, OpStates, OpView, split, sum_of
+from duomesh.core.sharding.transitions import INVARIANT, PARTIAL, REPLICATED, Kind, Order, State, shard
 
-__all__ = [
-    "AxisRule",
-    "Conversion",
-    "OpStates",
-    "ProgramStates",
-    "at_home",
-    "conversions",
-    "param_state",
-    "type_model",
-    "type_program",
-]
+__all__ = ["PADDED", "AxisRule", "ProgramStates", "param_state", "type_model", "type_program"]
 
-_PASSES_SUMS = ("scale",)  # linear in their one operand
+PADDED = ("vocab",)  # logical axes that need not divide: padding rows are zero and no op looks at them
 _STREAM = "x"
+_EXPERTS, _EXPERT_FFN = "experts", "expert_ffn"
 
 
 @dataclass(frozen=True)
 class AxisRule:
-    """What one mesh axis splits.
+    """What one mesh axis splits: the one table of choices from which all layouts follow.
 
     Attributes:
         axis: the mesh axis.
@@ -52,43 +42,41 @@ class AxisRule:
         data: logical axis of tokens, positions, labels and masks: "batch", "seq", or None for whole.
         stream: logical axis of the residual stream, or None for whole. Data parallel axes split both on "batch",
             sequence parallelism the stream alone on "seq".
+        order: of positions, where the axis splits "seq".
+        regathers: whether backward gathers again what forward gathered for an op with weights, instead of keeping it.
+        shares: whether ZeRO shares state among the ranks of the axis.
     """
 
     axis: str
     params: tuple[str, ...] = ()
     data: str | None = None
     stream: str | None = None
+    order: Order = "contiguous"
+    regathers: bool = False
+    shares: bool = False
 
+    def state(self, axis: str | None) -> State:
+        """Split on a logical axis, or whole."""
+        return INVARIANT if axis is None else shard(axis, self.order if axis == "seq" else "contiguous")
 
-@dataclass(frozen=True)
-class OpStates:
-    """States that operands are brought to, inputs then parameters (None for an absent one), and of the results."""
-
-    operands: tuple[State | None, ...]
-    outputs: tuple[State, ...]
+    def of_param(self, param: Param) -> str | None:
+        """The logical axis on which a parameter is split."""
+        names = {axis.name for group in param.groups for axis in group}
+        return next((name for name in self.params if name in names), None)
 
 
 @dataclass(frozen=True)
 class ProgramStates:
     """One program on one axis.
 
-    values: the state in which each value is made. outputs: the state in which one leaves. differentiated: values that
-    carry a gradient.
+    modes, ops: by op. values: the state in which each value is made. outputs: the state in which one leaves, by its
+    outside name.
     """
 
+    modes: tuple[Mode, ...]
     ops: tuple[OpStates, ...]
     values: Mapping[str, State]
     outputs: Mapping[str, State]
-    differentiated: frozenset[str]
-
-
-def _split(axis: str | None) -> State:
-    return INVARIANT if axis is None else shard(axis)
-
-
-def _sharded_axis(param: Param, rule: AxisRule) -> str | None:
-    names = {axis.name for group in param.groups for axis in group}
-    return next((name for name in rule.params if name in names), None)
 
 
 class _Typer:
@@ -98,117 +86,114 @@ class _Typer:
         self._program, self._rule = program, rule
         self.values: dict[str, State] = {v.name: inputs[v.name] for v in program.inputs}
         self.values |= {constant.name: INVARIANT for constant in program.constants}
-        self.differentiated = {v.name for v in program.inputs if v.name in (_STREAM, "logits")}
+        self._stream = {v.name for v in program.inputs if v.name == _STREAM}
 
-    def type_op(self, op: Op) -> OpStates:
-        inputs = [None if name is None else self.values[name] for name in op.inputs]
-        params = [None if name is None else self._program.param_by_name[name] for name in op.params]
-        on_stream = op.kind == "add"
-        w = self._work_axis(op, inputs, params, on_stream)
-        if op.kind in _PASSES_SUMS and inputs[0] == PARTIAL:
-            states = OpStates((PARTIAL,), (PARTIAL,))
-        elif w is None:
-            states = self._whole(op, inputs)
-        else:
-            states = self._split_on(op, w, params)
+    def type_op(self, op: Op) -> tuple[Mode, OpStates]:
+        view = OpView(self._program, op)
+        mode = self._choose(view)
+        states = self._ordered(view.states(mode))
         self.values.update(zip(op.outputs, states.outputs, strict=True))
-        sources = [name for name in op.inputs if name is not None]
-        if op.params or any(name in self.differentiated for name in sources):
-            self.differentiated.update(op.outputs)
-        return states
+        return mode, states
 
-    def _work_axis(self, op: Op, inputs: list[State | None], params: list[Param | None], on_stream: bool) -> str | None:
-        """Rule 2. Names are those of the op's signature: attention's keys have `kv_seq`, which it needs whole."""
-        if on_stream:
-            return self._rule.stream
-        for param in params:
-            axis = None if param is None else _sharded_axis(param, self._rule)
-            if axis is not None:
-                return axis
-        for name, state, seen in zip(op.inputs, inputs, self._seen(op), strict=True):
-            if name is None or state is None or state.kind is not Kind.SHARD:
-                continue
-            position = [axis.name for axis in self._program.values[name].axes].index(str(state.dim))
-            if seen[position] not in op.signature.local:
-                return seen[position]
-        return None
+    def _ordered(self, states: OpStates) -> OpStates:
+        """Positions keep the order that the axis gives them."""
+
+        def ordered(state: State) -> State:
+            return self._rule.state("seq") if state.dim == "seq" else state
+
+        operands = tuple(None if state is None else ordered(state) for state in states.operands)
+        return OpStates(operands, tuple(ordered(state) for state in states.outputs))
+
+    def _choose(self, view: OpView) -> Mode:
+        op = view.op
+        if op.kind == "add" and any(name in self._stream for name in op.inputs):
+            self._stream.update(op.outputs)
+            return WHOLE if self._rule.stream is None else split(self._rule.stream)
+        mode = self._of_experts(op) if op.kind in ("dispatch", "combine") else None
+        return mode or self._by_param(op) or self._by_activation(view)
+
+    def _of_experts(self, op: Op) -> Mode | None:
+        """Where experts are split, tokens stay split until they travel; where each expert's ffn is, all are needed."""
+        claim = next((name for name in self._rule.params if name in (_EXPERTS, _EXPERT_FFN)), None)
+        if claim is None:
+            return None
+        if claim == _EXPERT_FFN:
+            return REPLICATED_MODE if op.kind == "dispatch" else sum_of(0)
+        routed = self.values[str(op.inputs[1])]  # ids, gates: they were never anywhere but with their tokens
+        return split(str(routed.dim) if routed.kind is Kind.SHARD else "seq")
+
+    def _by_param(self, op: Op) -> Mode | None:
+        """Raises PlanError if the op cannot work on what its parameters are split on."""
+        claims = {n: self._rule.of_param(self._program.param_by_name[n]) for n in op.params if n is not None}
+        found = list(dict.fromkeys(claim for claim in claims.values() if claim is not None))
+        if not found:
+            return None
+        name = next(n for n, claim in claims.items() if claim == found[0])
+        where = f"{self._program.name}: op {op.name} ({op.kind}) on axis {self._rule.axis}: {name} is S({found[0]})"
+        if found[0] in op.signature.local:
+            raise PlanError(f"{where}, and the op needs {found[0]} whole; do not split it on this axis.")
+        if len(found) > 1:
+            other = next(n for n, claim in claims.items() if claim == found[1])
+            raise PlanError(f"{where} and {other} is S({found[1]}); split all of its parameters on one.")
+        return split(found[0])
+
+    def _by_activation(self, view: OpView) -> Mode:
+        differentiated = self._program.differentiated
+        states = {i: self.values[name] for i, name in enumerate(view.op.inputs) if name is not None}
+        partial = {i for i, s in states.items() if s == PARTIAL and view.op.inputs[i] in differentiated}
+        wanted = list(self._along_activations(view, states))
+        if partial and not wanted:
+            passing = self._passing(view, partial, states)
+            if passing is not None:
+                return passing
+            stream = self._rule.stream
+            if stream is not None and view.can_split(stream) and all(stream in axes for axes in view.outputs):
+                return split(stream)
+        if wanted:
+            return wanted[0]
+        is_replicated = any(s == REPLICATED and view.op.inputs[i] in differentiated for i, s in states.items())
+        return REPLICATED_MODE if is_replicated else WHOLE
 
     @staticmethod
-    def _seen(op: Op) -> list[tuple[str, ...]]:
-        """The signature's axes of each input; an absent one has none."""
-        given = iter(op.signature.inputs)
-        return [() if name is None else next(given, ()) for name in op.inputs]
+    def _along_activations(view: OpView, states: Mapping[int, State]) -> Iterable[Mode]:
+        for i, state in states.items():
+            seen, own = view.seen[i], view.own[i]
+            if state.kind is Kind.SHARD and seen is not None and own is not None:
+                name = seen[own.index(str(state.dim))]
+                if view.can_split(name):
+                    yield split(name)
 
-    def _whole(self, op: Op, inputs: list[State | None]) -> OpStates:
-        """Rules 1 and 4."""
-        is_replicated = any(
-            state == REPLICATED and name in self.differentiated for name, state in zip(op.inputs, inputs, strict=True)
-        )
-        state = REPLICATED if is_replicated else INVARIANT
-        operands = tuple(None if name is None else state for name in (*op.inputs, *op.params))
-        return OpStates(operands, tuple(state for _ in op.outputs))
-
-    def _split_on(self, op: Op, w: str, params: list[Param | None]) -> OpStates:
-        """Rule 3."""
-        signature = op.signature
-        operands: list[State | None] = [
-            None if name is None else (shard(w) if w in seen else REPLICATED)
-            for name, seen in zip(op.inputs, self._seen(op), strict=True)
-        ]
-        if op.kind == "linear":
-            made = self._linear(op, w, params)
-            return OpStates((*operands, *made.operands), made.outputs)
-        operands += [None if p is None else (shard(w) if _has(p, w) else REPLICATED) for p in params]
-        if w in KINDS[op.kind].inner:
-            return OpStates(tuple(operands), tuple(INVARIANT for _ in op.outputs))
-        contracted = w in signature.contracted
-        outputs = tuple(
-            shard(w) if w in axes else (PARTIAL if contracted else REPLICATED) for axes in signature.outputs
-        )
-        return OpStates(tuple(operands), outputs)
-
-    def _linear(self, op: Op, w: str, params: list[Param | None]) -> OpStates:
-        """Each weight of a pack by itself: one that lacks w, beside one that has it, works on a replicated input."""
-        half = len(params) // 2
-        weights: list[State | None] = []
-        biases: list[State | None] = []
-        outputs: list[State] = []
-        for weight, bias, axes in zip(params[:half], params[half:], op.signature.outputs, strict=True):
-            assert weight is not None
-            state = shard(w) if w in axes else (PARTIAL if _has(weight, w) else REPLICATED)
-            weights.append(shard(w) if _has(weight, w) else REPLICATED)
-            added = PARTIAL if state == PARTIAL else REPLICATED  # to a partial sum a bias is one more summand
-            biases.append(None if bias is None else (shard(w) if _has(bias, w) else added))
-            outputs.append(state)
-        return OpStates((*weights, *biases), tuple(outputs))
-
-
-def _has(param: Param, axis: str) -> bool:
-    return any(a.name == axis for group in param.groups for a in group)
+    @staticmethod
+    def _passing(view: OpView, partial: set[int], states: Mapping[int, State]) -> Mode | None:
+        """A sum passes an op that is linear in just the operands that are partial."""
+        for group in range(len(view.kind.linear)):
+            if {i for i in view.members(group) if i in states} == partial:
+                return sum_of(group)
+        return None
 
 
 def type_program(program: Program, rule: AxisRule, inputs: Mapping[str, State]) -> ProgramStates:
     """Types one program, given the states of its inputs."""
     typer = _Typer(program, rule, inputs)
-    ops = tuple(typer.type_op(op) for op in program.ops)
+    typed = [typer.type_op(op) for op in program.ops]
     outputs = {}
     for name, value in program.outputs:
         state = typer.values[value]
         if name == _STREAM:
-            state = _split(rule.stream)
-        elif name == "loss_sum":
-            state = INVARIANT  # a loss that is replicated would scale its gradients by the axis size
+            state = rule.state(rule.stream)
+        elif not program.values[value].axes:
+            state = INVARIANT  # a term of the loss that is replicated would scale its gradients by the axis size
         outputs[name] = state
-    return ProgramStates(ops, typer.values, outputs, frozenset(typer.differentiated))
+    return ProgramStates(tuple(mode for mode, _ in typed), tuple(states for _, states in typed), typer.values, outputs)
 
 
 def type_model(model: ModelProgram, rule: AxisRule, size: int) -> dict[str, ProgramStates]:
     """Every distinct program by name, typed on one axis of the given size.
 
-    Raises PlanError if a dim that the rule splits is no multiple of the size.
+    Raises PlanError if a dim that the rule splits is no multiple of the size and cannot be padded.
     """
     _check_sizes(model, rule, size)
-    data = _split(rule.data)
+    data = rule.state(rule.data)
     stream: dict[str, State] = dict.fromkeys(("tokens", "positions", "segment_ids", "labels", "loss_mask"), data)
     out: dict[str, ProgramStates] = {}
     for program in model.distinct:
@@ -219,75 +204,21 @@ def type_model(model: ModelProgram, rule: AxisRule, size: int) -> dict[str, Prog
 
 def _check_sizes(model: ModelProgram, rule: AxisRule, size: int) -> None:
     for name, param in model.params.items():
-        split = _sharded_axis(param, rule)
+        claim = rule.of_param(param)
         for axis in (axis for group in param.groups for axis in group):
-            if axis.name == split and axis.size is not None and axis.size % size:
+            if axis.name == claim and axis.name not in PADDED and axis.size is not None and axis.size % size:
                 raise PlanError(
                     f"{name}: {axis.name}={axis.size} cannot be split over {rule.axis}={size}. "
                     f"Use {rule.axis} in {', '.join(str(n) for n in range(1, axis.size + 1) if axis.size % n == 0)}."
                 )
 
 
-def at_home(state: State | None) -> State:
-    """An operand's state under the value's own axis names: attention calls its keys' sequence `kv_seq`."""
-    assert state is not None
-    return shard("seq") if state == shard("kv_seq") else state
+def param_state(split_on: str | None, asked: Iterable[State]) -> State:
+    """The state in which a parameter enters all of its uses on an axis, from the states that they ask for.
 
-
-@dataclass(frozen=True)
-class Conversion:
-    """A value that is made in one state and wanted in another."""
-
-    value: str
-    before: State
-    after: State
-    is_differentiated: bool
-
-    @property
-    def forward(self) -> Action:
-        return transitions.forward(self.before, self.after)
-
-    @property
-    def backward(self) -> Action:
-        return transitions.backward(self.before, self.after) if self.is_differentiated else Action.NOTHING
-
-
-def conversions(program: Program, states: ProgramStates) -> list[Conversion]:
-    """What the program's activations go through on the axis, each (value, state) once, in order of first use.
-
-    For values that are not differentiated (ids, tables, masks) invariant and replicated are one.
-    """
-    wanted: dict[Conversion, None] = {}
-
-    def want(value: str, state: State) -> None:
-        is_differentiated = value in states.differentiated
-        made = Conversion(value, states.values[value], state, is_differentiated)
-        is_free = not is_differentiated and {made.before, made.after} <= {INVARIANT, REPLICATED}
-        if made.before != made.after and not is_free:
-            wanted[made] = None
-
-    for op, typed in zip(program.ops, states.ops, strict=True):
-        for name, state in zip(op.inputs, typed.operands, strict=False):
-            if name is not None and state is not None:
-                want(name, at_home(state))
-    for name, value in program.outputs:
-        want(value, states.outputs[name])
-    return list(wanted)
-
-
-def param_state(model: ModelProgram, states: Mapping[str, ProgramStates], rule: AxisRule, name: str) -> State:
-    """The state in which a parameter enters all of its uses on the axis.
-
-    Split if the rule splits it. Else invariant if every use asks for it whole or partial, and replicated otherwise;
+    Split if the axis splits it. Else invariant if every use asks for it whole or partial, and replicated otherwise;
     its gradient is summed over exactly the axes on which it is replicated.
     """
-    split = _sharded_axis(model.params[name], rule)
-    if split is not None:
-        return shard(split)
-    asked = set()
-    for prefix, program in model.steps:
-        for op, typed in zip(program.ops, states[program.name].ops, strict=True):
-            for local, state in zip(op.params, typed.operands[len(op.inputs) :], strict=True):
-                if local is not None and model.aliases.get(prefix + local, prefix + local) == name:
-                    asked.add(state)
-    return INVARIANT if asked <= {INVARIANT, PARTIAL} else REPLICATED
+    if split_on is not None:
+        return shard(split_on)
+    return INVARIANT if set(asked) <= {INVARIANT, PARTIAL} else REPLICATED

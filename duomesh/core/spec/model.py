@@ -24,6 +24,7 @@ __all__ = [
     "Llama3Scaling",
     "MlpSpec",
     "ModelSpec",
+    "MoeSpec",
     "NormSpec",
     "RopeScaling",
     "RopeSpec",
@@ -176,8 +177,9 @@ class AttentionSpec:
         scale: multiplies q k^T; None means head_dim ** -0.5.
         softcap: c in c * tanh(scores / c), applied before the mask; None for no cap.
         window: number of keys a query sees, **its own position included**; None for all earlier ones.
-        qk_norm: norm of every head of q and of k over head_dim, with one weight of length head_dim each,
-            applied before the rotation; None for none.
+        qk_norm: norm of q and of k, each with a weight of its own, applied before the rotation; None for none.
+        qk_norm_over: "head" norms every head over head_dim, with weights of length head_dim (Qwen 3); "all" norms all
+            heads of q together, and all of k, with weights of their whole widths (OLMo 2, arXiv:2501.00656).
     """
 
     num_heads: int
@@ -192,6 +194,7 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None
+    qk_norm_over: Literal["head", "all"] = "head"
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -213,6 +216,12 @@ class AttentionSpec:
             _require(self.scale > 0, f"attention scale is {self.scale}; it must be positive.")
         if self.softcap is not None:
             _require(self.softcap > 0, f"attention softcap is {self.softcap}; it must be positive.")
+        if self.qk_norm_over == "all":
+            _require(self.qk_norm is not None, "qk_norm_over='all' needs a qk_norm; without one, leave it at 'head'.")
+            _require(
+                self.qk_norm is None or self.qk_norm.kind == "rms",
+                "qk_norm_over='all' needs a qk_norm of kind 'rms'; a layer norm is over one head only.",
+            )
 
     @property
     def q_per_kv(self) -> int:
@@ -241,15 +250,62 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoeSpec:
+    """A mixture of experts: each token goes to the `top_k` experts that a linear router scores highest.
+
+    p = softmax(router(x)) over all experts, in at least fp32; y = sum over the chosen experts e of gate_e * mlp_e(x).
+
+    Attributes:
+        ffn_size, activation, is_gated: of each expert's MLP, as in `MlpSpec`; no biases.
+        renormalize: whether gates are the chosen p divided by their sum, or the chosen p themselves.
+        balance_coefficient: a in the loss term a * E * sum over experts e of f_e * P_e, where f_e is the share of the
+            micro-batch's choices that are e, and P_e the mean of p_e over its tokens (Switch Transformer,
+            arXiv:2101.03961, equations 4 to 6). Terms of micro-batches are averaged by their tokens, those of layers
+            added. 0 for none.
+        z_coefficient: b in the loss term b * mean over tokens of logsumexp(router(x))^2 (ST-MoE, arXiv:2202.08906,
+            equation 5). 0 for none.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_size: int
+    activation: Activation
+    is_gated: bool
+    renormalize: bool
+    balance_coefficient: float = 0.0
+    z_coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        for name in ("num_experts", "ffn_size"):
+            _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be positive.")
+        _require(
+            1 <= self.top_k <= self.num_experts,
+            f"top_k is {self.top_k}; a token chooses at least 1 and at most all {self.num_experts} experts.",
+        )
+        for name in ("balance_coefficient", "z_coefficient"):
+            _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must not be negative.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """One layer: x += post(attention(pre(x))); x += post(mlp(pre(x))). A norm that is None is left out."""
+    """One layer: x += post(attention(pre(x))); x += post(mlp(pre(x))). A norm that is None is left out.
+
+    Attributes:
+        mlp, moe: the feed-forward part. With both, the mlp is an expert that every token uses: the two outputs are
+            added before the post norm.
+    """
 
     attention: AttentionSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | None
     attention_norm: NormSpec | None
     mlp_norm: NormSpec | None
     attention_post_norm: NormSpec | None = None
     mlp_post_norm: NormSpec | None = None
+    moe: MoeSpec | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.mlp is not None or self.moe is not None, "a block needs an mlp, a moe, or both.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +320,7 @@ class ModelSpec:
         logit_softcap: c in c * tanh(logits / c); None for no cap.
         max_positions: context length that the model was made for; nothing here depends on it.
         init_std: standard deviation of freshly drawn matrices.
-        init_scaled_output: divide the std of attention.o and mlp.down by sqrt(2 * number of layers).
+        init_scaled_output: divide the std of attention.o, mlp.down and moe.down by sqrt(2 * number of layers).
     """
 
     vocab_size: int

@@ -1,7 +1,8 @@
 """Published models and small test models by name, as one table of numbers.
 
 The numbers are those of the config.json files of the checkpoints, the base ones where there are such. Every row is
-expanded by the same function: a decoder with pre-norm RMSNorm, grouped-query attention and a gated SiLU MLP.
+expanded by the same function: a decoder with pre-norm RMSNorm, grouped-query attention and a gated SiLU MLP, beside
+which there may be experts.
 Presets named `tiny-*` are for tests: pairwise distinct dims, and each has what makes its family special.
 """
 
@@ -17,6 +18,7 @@ from duomesh.core.spec.model import (
     Llama3Scaling,
     MlpSpec,
     ModelSpec,
+    MoeSpec,
     NormSpec,
     RopeScaling,
     RopeSpec,
@@ -44,6 +46,7 @@ class _Row:
     qk_norm: bool = False
     window: int | None = None
     scaling: RopeScaling | None = None
+    moe: MoeSpec | None = None
 
 
 def _llama3(factor: float, original: int = 8192) -> Llama3Scaling:
@@ -52,6 +55,16 @@ def _llama3(factor: float, original: int = 8192) -> Llama3Scaling:
 
 _LLAMA_31 = _llama3(8.0)
 _LLAMA_32 = _llama3(32.0)
+_TINY_EXPERTS = MoeSpec(
+    num_experts=8,
+    top_k=2,
+    ffn_size=48,
+    activation="silu",
+    is_gated=True,
+    renormalize=True,
+    balance_coefficient=0.01,
+    z_coefficient=0.001,
+)
 _QWEN = 1e6  # rotary base of every Qwen2 and Qwen3 model
 
 _ROWS: dict[str, _Row] = {
@@ -93,6 +106,8 @@ _ROWS: dict[str, _Row] = {
     "tiny-mistral": _Row(80, 2, 8, 2, 144, 520, 1e4, 512, head_dim=14, window=8),
     "tiny-qwen2": _Row(72, 2, 4, 2, 120, 480, _QWEN, 512, 1e-6, 20, tied=True, qkv_bias=True),
     "tiny-qwen3": _Row(64, 3, 4, 2, 104, 508, _QWEN, 512, 1e-6, 24, qk_norm=True),
+    # Experts beside a shared one.
+    "tiny-moe": _Row(56, 2, 4, 2, 112, 504, 1e4, 512, head_dim=20, moe=_TINY_EXPERTS),
     # Bytes and special tokens; about a million parameters, for training on a laptop.
     "demo-llama": _Row(128, 4, 4, 2, 384, 512, 1e4, 1024),
 }
@@ -128,7 +143,7 @@ def _expand(row: _Row) -> ModelSpec:
         window=row.window,
     )
     mlp = MlpSpec(ffn_size=row.ffn, activation="silu", is_gated=True)
-    block = BlockSpec(attention=attention, mlp=mlp, attention_norm=norm, mlp_norm=norm)
+    block = BlockSpec(attention=attention, mlp=mlp, attention_norm=norm, mlp_norm=norm, moe=row.moe)
     return ModelSpec(
         vocab_size=row.vocab,
         hidden_size=row.hidden,

@@ -8,7 +8,7 @@ from typing import Any
 
 from duomesh.core.arrays import Array
 from duomesh.core.errors import ConfigError
-from duomesh.core.spec.model import BlockSpec, ModelSpec
+from duomesh.core.spec.model import BlockSpec, MlpSpec, ModelSpec
 from duomesh.core.training.config import ModelConfig
 
 __all__ = ["Model", "change_spec"]
@@ -51,4 +51,10 @@ def _change_block(block: BlockSpec, config: ModelConfig) -> BlockSpec:
         # the rotated share of a head is kept
         changes["rope"] = replace(rope, rotary_dim=rope.rotary_dim * config.head_dim // block.attention.head_dim)
     attention = replace(block.attention, **changes)
-    return replace(block, attention=attention, mlp=replace(block.mlp, **_given(config, "ffn_size")))
+    return replace(block, attention=attention, mlp=_change_mlp(block.mlp, _given(config, "ffn_size")))
+
+
+def _change_mlp(mlp: MlpSpec | None, changes: dict[str, Any]) -> MlpSpec | None:
+    if mlp is None and changes:
+        raise ConfigError("model.ffn_size is the width of an MLP, and a layer of this model has experts only; drop it.")
+    return None if mlp is None else replace(mlp, **changes)

@@ -13,6 +13,7 @@ from typing import Any
 
 from duomesh.core.ir.program import ModelProgram
 from duomesh.core.publish import publish_file
+from duomesh.core.spec.model import BlockSpec, MoeSpec
 from duomesh.core.training.charts import Chart, Point, Series, moving_mean, number
 from duomesh.core.training.console import duration
 from duomesh.core.training.resolve import Resolved, values_of
@@ -171,17 +172,26 @@ def _settings(resolved: Resolved) -> dict[str, list[tuple[str, str, str]]]:
     return out
 
 
+def _feed_forward(block: BlockSpec) -> list[tuple[str, str]]:
+    facts = []
+    for name, part in (("feed-forward", block.mlp), ("experts", block.moe)):
+        if part is not None:
+            width = f"{part.ffn_size:,}, {'gated ' if part.is_gated else ''}{part.activation}"
+            count = f"{part.top_k} of {part.num_experts}, each " if isinstance(part, MoeSpec) else ""
+            facts.append((name, count + width))
+    return facts
+
+
 def _model(program: ModelProgram) -> list[tuple[str, str]]:
     """Facts of the first block, and of the whole."""
     spec = program.spec
-    attention, mlp = spec.blocks[0].attention, spec.blocks[0].mlp
-    gated = "gated " if mlp.is_gated else ""
+    attention = spec.blocks[0].attention
     kinds = len(program.blocks)
     facts = [
         ("layers", f"{spec.num_layers}, {'all alike' if kinds == 1 else f'of {kinds} kinds'}"),
         ("hidden size", f"{spec.hidden_size:,}"),
         ("heads", f"{attention.num_heads} query, {attention.num_kv_heads} key-value, {attention.head_dim} wide"),
-        ("feed-forward", f"{mlp.ffn_size:,}, {gated}{mlp.activation}"),
+        *_feed_forward(spec.blocks[0]),
         ("vocabulary", f"{spec.vocab_size:,}{', tied' if spec.tie_embeddings else ''}"),
         ("norm", f"{spec.final_norm.kind}, eps {number(spec.final_norm.eps)}"),
     ]

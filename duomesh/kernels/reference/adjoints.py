@@ -21,13 +21,30 @@ from duomesh.core.arrays import Array
 from duomesh.core.batch import IGNORE
 from duomesh.core.ir.ops import KINDS
 from duomesh.kernels.reference.activations import ACTIVATIONS
-from duomesh.kernels.reference.ops import attention_scores, log_softmax, normalise, rotate, wide
+from duomesh.kernels.reference.arrays import Arrays, Cotangents, Operands, log_softmax, merge_last, wide
+from duomesh.kernels.reference.expert_adjoints import (
+    balance_sum,
+    combine,
+    count_choices,
+    dispatch,
+    expert_linear,
+    route,
+    router,
+    z_sum,
+)
+from duomesh.kernels.reference.ops import attention_scores, normalise, rotate
 
-__all__ = ["ADJOINTS", "Arrays", "Cotangents", "Operands"]
-
-Arrays = tuple[Array, ...]
-Operands = tuple[Array | None, ...]  # None for an optional one that is absent
-Cotangents = tuple[Array | None, ...]
+__all__ = [
+    "ADJOINTS",
+    "balance_sum",
+    "combine",
+    "count_choices",
+    "dispatch",
+    "expert_linear",
+    "route",
+    "router",
+    "z_sum",
+]
 
 
 def _sum_rows(x: Array) -> Array:
@@ -58,6 +75,7 @@ def norm(
     eps: float,
     weight_offset: float,
     cast: str,
+    norm_dims: int,
 ) -> Cotangents:
     """n = x r with r = (mean(x^2) + eps)^(-1/2), y = n w + b.
 
@@ -67,14 +85,14 @@ def norm(
     """
     (x,), (weight, bias) = inputs, storage
     assert weight is not None
-    c = wide(cotangents[0])
-    normed, inverse = normalise(x, centered=centered, eps=eps)
+    c = merge_last(wide(cotangents[0]), norm_dims)
+    normed, inverse = normalise(merge_last(x, norm_dims), centered=centered, eps=eps)
     g = c * (wide(weight) + np.asarray(weight_offset, normed.dtype))
     d_normed = g - normed * np.mean(g * normed, axis=-1, keepdims=True)
     if centered:
         d_normed = d_normed - g.mean(axis=-1, keepdims=True)
     d_bias = None if bias is None else _sum_rows(c)
-    return (inverse * d_normed).astype(x.dtype), _sum_rows(c * normed), d_bias
+    return (inverse * d_normed).astype(x.dtype).reshape(x.shape), _sum_rows(c * normed), d_bias
 
 
 def linear(

@@ -14,13 +14,17 @@ from typing import Any
 import numpy as np
 
 from duomesh.core.arrays import Array
-from duomesh.core.batch import Batch, num_targets
+from duomesh.core.batch import Batch
 from duomesh.core.errors import BackendError
 from duomesh.core.ir.program import ModelProgram, Program, run
+from duomesh.core.objective import term_seeds
 from duomesh.kernels.reference.adjoints import ADJOINTS
-from duomesh.kernels.reference.ops import OPS, wide
+from duomesh.kernels.reference.arrays import wide
+from duomesh.kernels.reference.ops import OPS
 
 __all__ = ["ReferenceModel"]
+
+Seeds = Mapping[tuple[str, str], float]  # of a micro-batch, by (program name, output name)
 
 
 @dataclass(frozen=True)
@@ -62,21 +66,17 @@ class ReferenceModel:
         return values
 
     def loss_and_grads(self, batches: Sequence[Batch]) -> tuple[float, dict[str, Array]]:
-        """The objective over all batches as one step, and its gradients by canonical name.
+        """The objective over all batches as one step (`core.objective`), and its gradients by canonical name.
 
-        loss = sum over batches of loss_sum / denominator, where the denominator is the weight of the targets of
-        all batches together. Without any target the loss and every gradient are 0. Gradients are float32, or
-        float64 in a float64 run.
+        A step without any target has only the terms of the loss that need none. Gradients are float32, or float64 in
+        a float64 run.
         """
-        denominator = num_targets(batches)
         grads = {name: np.zeros_like(wide(value)) for name, value in self._params.items()}
         loss = 0.0
-        if denominator == 0.0:
-            return loss, grads
-        for batch in batches:
+        for batch, seeds in zip(batches, term_seeds(self.program, batches), strict=True):
             steps = self._run(batch)
-            loss += float(steps[-1].values["loss_sum"]) / denominator
-            self._backward(steps, 1.0 / denominator, grads)
+            loss += sum(seed * float(step.values[value]) for step in steps for value, seed in _seeded(step, seeds))
+            self._backward(steps, seeds, grads)
         return loss, grads
 
     def _check(self) -> None:
@@ -123,12 +123,11 @@ class ReferenceModel:
             steps.append(_Step(prefix, program, values, weights))
         return steps
 
-    def _backward(self, steps: Sequence[_Step], seed: float, grads: dict[str, Array]) -> None:
-        """Adds the gradients of seed * loss_sum to `grads`."""
-        loss_sum = steps[-1].values["loss_sum"]
-        stream: dict[str, Array] = {"loss_sum": np.asarray(seed, loss_sum.dtype)}
+    def _backward(self, steps: Sequence[_Step], seeds: Seeds, grads: dict[str, Array]) -> None:
+        """Adds the gradients of the seeded scalars to `grads`."""
+        stream: dict[str, Array] = {}
         for step in reversed(steps):
-            cotangents: dict[str, Array] = {}
+            cotangents = {value: np.asarray(seed, step.values[value].dtype) for value, seed in _seeded(step, seeds)}
             for name, value in step.program.outputs:
                 if name in stream:
                     _accumulate(cotangents, value, stream.pop(name))
@@ -141,6 +140,12 @@ class ReferenceModel:
                 for member in slot.members:
                     name = self._canonical(step.prefix + member.param.name)
                     grads[name] += d_weights[slot.name][member.start : member.stop]
+
+
+def _seeded(step: _Step, seeds: Seeds) -> list[tuple[str, float]]:
+    """(value name, seed) of the program's scalars that enter the loss."""
+    outputs = step.program.outputs
+    return [(value, seeds[step.program.name, name]) for name, value in outputs if (step.program.name, name) in seeds]
 
 
 def _accumulate(into: dict[str, Array], name: str, cotangent: Array) -> None:

@@ -23,13 +23,32 @@ from duomesh.core.arrays import Array
 from duomesh.core.batch import IGNORE
 from duomesh.core.ir.ops import KINDS
 from duomesh.kernels.reference.activations import ACTIVATIONS
+from duomesh.kernels.reference.arrays import log_softmax, merge_last, wide
+from duomesh.kernels.reference.experts import (
+    balance_sum,
+    combine,
+    count_choices,
+    dispatch,
+    expert_linear,
+    route,
+    router,
+    z_sum,
+)
 
-__all__ = ["OPS", "attention_scores", "normalise", "rotate", "wide"]
-
-
-def wide(x: Array) -> Array:
-    """x in float32, or as it is if it is float64."""
-    return x if x.dtype == np.float64 else x.astype(np.float32)
+__all__ = [
+    "OPS",
+    "attention_scores",
+    "balance_sum",
+    "combine",
+    "count_choices",
+    "dispatch",
+    "expert_linear",
+    "normalise",
+    "rotate",
+    "route",
+    "router",
+    "z_sum",
+]
 
 
 def embedding(ids: Array, weight: Array) -> Array:
@@ -52,22 +71,32 @@ def normalise(x: Array, *, centered: bool, eps: float) -> tuple[Array, Array]:
 
 
 def norm(
-    x: Array, weight: Array, bias: Array | None, *, centered: bool, eps: float, weight_offset: float, cast: str
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    *,
+    centered: bool,
+    eps: float,
+    weight_offset: float,
+    cast: str,
+    norm_dims: int,
 ) -> Array:
-    """Root-mean-square norm, or layer norm if `centered`, over the last dim; [..., N], [N], [N] -> [..., N].
+    """Root-mean-square norm, or layer norm if `centered`, over the last `norm_dims` dims together.
+
+    [..., *N], [prod(N)], [prod(N)] -> [..., *N].
 
     cast: "before_weight" rounds the normed value and the gain to x's dtype and multiplies there; "after_weight"
     multiplies, and adds the bias, in the wide dtype and rounds once.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4; Ba et al. 2016, arXiv:1607.06450, equation 3.
     """
-    normed, _ = normalise(x, centered=centered, eps=eps)
+    normed, _ = normalise(merge_last(x, norm_dims), centered=centered, eps=eps)
     gain = wide(weight) + np.asarray(weight_offset, normed.dtype)
     work = x.dtype if cast == "before_weight" else normed.dtype
     out = normed.astype(work) * gain.astype(work)
     if bias is not None:
         out = out + bias.astype(work)
-    return np.asarray(out).astype(x.dtype)
+    return np.asarray(out).astype(x.dtype).reshape(x.shape)
 
 
 def linear(
@@ -211,12 +240,6 @@ def softcap(x: Array, *, cap: float) -> Array:
     """cap * tanh(x / cap), rounded once."""
     limit = np.asarray(cap, wide(x).dtype)
     return np.asarray(limit * np.tanh(wide(x) / limit)).astype(x.dtype)
-
-
-def log_softmax(logits: Array) -> Array:
-    """[..., V] -> wide log-probabilities; finite for any finite input, as nothing leaves the log domain."""
-    shifted = wide(logits) - wide(logits).max(axis=-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The JAX function of every op kind, in the order of `core.ir.ops.KINDS`."""
+"""The JAX function of every op kind but those of experts, in the order of `core.ir.ops.KINDS`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from duomesh.backends.jax.ops.dense import (
     softcap,
 )
 from duomesh.backends.jax.ops.loss import cross_entropy, masked_sum
-from duomesh.core.ir.ops import KINDS
+from duomesh.core.ir.ops import EXPERT_KINDS, KINDS
 
 __all__ = [
     "OPS",
@@ -38,4 +38,4 @@ __all__ = [
     "softcap",
 ]
 
-OPS: dict[str, Callable[..., Any]] = {kind: globals()[kind] for kind in KINDS}
+OPS: dict[str, Callable[..., Any]] = {kind: globals()[kind] for kind in KINDS if kind not in EXPERT_KINDS}

@@ -61,9 +61,19 @@ def scale(x: Array, *, factor: float) -> Array:
 
 
 def norm(
-    x: Array, weight: Array, bias: Array | None, *, centered: bool, eps: float, weight_offset: float, cast: str
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    *,
+    centered: bool,
+    eps: float,
+    weight_offset: float,
+    cast: str,
+    norm_dims: int,
 ) -> Array:
-    """Over the last dim, statistics in at least fp32; returns x's dtype."""
+    """Over the last `norm_dims` dims together, statistics in at least fp32; returns x's dtype."""
+    shape = x.shape
+    x = x.reshape(*shape[: len(shape) - norm_dims], -1)
 
     @_recomputed
     def normalise(x: Array) -> Array:
@@ -77,9 +87,9 @@ def norm(
     if cast == "before_weight":
         out = normed.astype(x.dtype)
         out = out * _spread(gain.astype(x.dtype), out)
-        return out if bias is None else out + _spread(bias, out)
+        return (out if bias is None else out + _spread(bias, out)).reshape(shape)
     out = normed * wide(gain)
-    return (out if bias is None else out + wide(bias)).astype(x.dtype)
+    return (out if bias is None else out + wide(bias)).astype(x.dtype).reshape(shape)
 
 
 def linear(

@@ -50,9 +50,18 @@ def scale(x: Tensor, *, factor: float) -> Tensor:
 
 
 def norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, centered: bool, eps: float, weight_offset: float, cast: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    centered: bool,
+    eps: float,
+    weight_offset: float,
+    cast: str,
+    norm_dims: int,
 ) -> Tensor:
-    """Over the last dim, statistics in at least fp32; returns x's dtype."""
+    """Over the last `norm_dims` dims together, statistics in at least fp32; returns x's dtype."""
+    shape, x = x.shape, x.flatten(-norm_dims)
     x_wide = wide(x)
     if centered:
         x_wide = x_wide - x_wide.mean(-1, keepdim=True)
@@ -60,9 +69,9 @@ def norm(
     gain = weight if weight_offset == 0.0 else wide(weight) + weight_offset
     if cast == "before_weight":
         out = normed.to(x.dtype) * gain.to(x.dtype)
-        return out if bias is None else out + bias
+        return (out if bias is None else out + bias).view(shape)
     out = normed * wide(gain)
-    return (out if bias is None else out + wide(bias)).to(x.dtype)
+    return (out if bias is None else out + wide(bias)).to(x.dtype).view(shape)
 
 
 def linear(

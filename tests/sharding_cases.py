@@ -11,6 +11,7 @@ import numpy.typing as npt
 from spec_cases import MLP, attention, model
 
 from duomesh.core.batch import IGNORE, Batch
+from duomesh.core.bounds import bound
 from duomesh.core.init import initial_params
 from duomesh.core.ir.build import build_program
 from duomesh.core.ir.program import ModelProgram
@@ -18,6 +19,7 @@ from duomesh.core.sharding.mesh import Mesh, MeshAxis
 from duomesh.core.sharding.program import ShardedModelProgram, shard_model
 from duomesh.core.sharding.typing import AxisRule
 from duomesh.core.spec.model import ModelSpec, MoeSpec, NormSpec
+from duomesh.core.verify.compare import relative_error
 from duomesh.kernels.reference.model import ReferenceModel
 
 Array = npt.NDArray[Any]
@@ -175,3 +177,17 @@ def one_rank(name: str) -> tuple[dict[str, Array], float, dict[str, Array]]:
     program = build_program(SPECS[name])
     params = params_of(program)
     return params, *ReferenceModel(program, params).loss_and_grads(batches(SPECS[name].vocab_size))
+
+
+def assert_same_grads(got: dict[str, Array], want: dict[str, Array]) -> None:
+    """Every gradient within the bound of float64 values, relative to its own largest element.
+
+    A gradient that is nothing but rounding (a bias of keys has none, as a softmax does not see it) must be so on both
+    sides.
+    """
+    assert set(got) == set(want)
+    limit = bound("value", "float64")
+    largest = max(float(np.abs(grad).max()) for grad in want.values())
+    for name, grad in want.items():
+        is_rounding = float(np.abs(grad).max()) <= limit * largest
+        assert relative_error(grad, got[name], floor=largest if is_rounding else 0.0)[0] <= limit, name

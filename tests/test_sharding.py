@@ -20,6 +20,7 @@ from sharding_cases import (
     SPECS,
     TP,
     Array,
+    assert_same_grads,
     batches,
     mesh_of,
     one_rank,
@@ -39,7 +40,7 @@ from duomesh.core.sharding.program import ShardedModelProgram, ShardedProgram, s
 from duomesh.core.sharding.storage import Storage
 from duomesh.core.sharding.transitions import INVARIANT, PARTIAL, REPLICATED, Kind, shard
 from duomesh.core.sharding.typing import AxisRule
-from duomesh.core.verify.compare import gradient_floor, relative_error
+from duomesh.core.verify.compare import relative_error
 from duomesh.kernels.reference.model import ReferenceModel
 from duomesh.kernels.reference.sharded import ShardedModel
 
@@ -48,10 +49,7 @@ CASE_IDS = [f"{name}-{mesh}".replace(" ", "_") for name, mesh in ALL]
 
 def assert_same(got: tuple[float, dict[str, Array]], loss: float, grads: dict[str, Array]) -> None:
     assert abs(got[0] - loss) <= bound("loss", "float64") * abs(loss)
-    assert set(got[1]) == set(grads)
-    floor = gradient_floor(grads)  # a bias of keys has no gradient but rounding
-    for parameter, want in grads.items():
-        assert relative_error(want, got[1][parameter], floor=floor)[0] <= bound("value", "float64"), parameter
+    assert_same_grads(got[1], grads)
 
 
 @pytest.mark.parametrize(("name", "mesh"), ALL, ids=CASE_IDS)

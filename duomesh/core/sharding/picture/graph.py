@@ -28,7 +28,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Wire:
-    """A value on its way from exit number `exit` of one node to all that use it. is_stream: keeps to the left margin."""
+    """A value on its way from one node to all that use it.
+
+    exit: which of the node's exits it leaves by. is_stream: whether it passes rows at their left end.
+    """
 
     source: int
     exit: int

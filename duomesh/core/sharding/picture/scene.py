@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 from unicodedata import east_asian_width
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax.saxutils import escape
 
 __all__ = ["CHARACTER", "Box", "Form", "Group", "Line", "Part", "Scene", "Text", "text_width"]
 
@@ -188,10 +188,8 @@ class Scene:
     def svg(self) -> str:
         """A document of its own: no script, no style sheet, no font from elsewhere."""
         width, height = _n(self.width), _n(self.height)
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-        )
-        head += f' role="img" aria-label={quoteattr(self.title)} font-family="monospace">'
+        size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="monospace">'
         ground = f'<rect width="{width}" height="{height}" rx="10" fill="{self.background}"/>'
         return "\n".join([head, f"<title>{escape(self.title)}</title>", ground, *_svgs(self.parts), "</svg>"]) + "\n"
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from duomesh.core.batch import IGNORE
 from duomesh.core.spec.model import ACTIVATIONS
 
-__all__ = ["OP_CASES", "Case", "torch_activation"]
+__all__ = ["OP_CASES", "Case", "dropped_by_hand", "philox_by_hand", "torch_activation"]
 
 Array = npt.NDArray[Any]
 B, S, K, G, D, H, V = 2, 7, 3, 4, 6, 5, 11
@@ -225,6 +225,46 @@ def _torch_table(positions: Any, inv_freq: Any) -> Any:
     return turned.real, turned.imag
 
 
+# Dropout
+
+
+def dropped_by_hand(samples: Any, places: Any, key: Any, features: int, rate: float, site: int) -> Array:
+    """[B, S, features] True where an element is dropped: one at a time, in Python integers (`core.dropout`)."""
+    out = np.zeros((len(samples), len(places), features), bool)
+    k0, k1 = (int(word) % 2**32 for word in key)
+    for b, s, f in np.ndindex(out.shape):
+        words = philox_by_hand([int(places[s]) % 2**32, f // 4, int(samples[b]) % 2**32, site], [k0, k1])
+        out[b, s, f] = words[f % 4] < rate * 2**32
+    return out
+
+
+def philox_by_hand(words: list[int], key: list[int]) -> list[int]:
+    """Philox4x32-10 in Python integers, after section 3.3 of Salmon et al. 2011."""
+    for _ in range(10):
+        (high0, low0), (high1, low1) = divmod(0xD2511F53 * words[0], 2**32), divmod(0xCD9E8D57 * words[2], 2**32)
+        words = [high1 ^ words[1] ^ key[0], low1, high0 ^ words[3] ^ key[1], low0]
+        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
+    return words
+
+
+def _dropout_cases() -> list[Case]:
+    samples, places = np.array([-7, 2**31 - 1], np.int32), np.arange(40, 40 + S, dtype=np.int32)
+    key, attrs = np.array([-(2**31), 12345], np.int32), {"rate": 0.3, "site": 2}
+
+    def torch_form(x: Any, samples: Any, places: Any, key: Any) -> Any:
+        import torch
+
+        dropped = dropped_by_hand(samples, places, key, math.prod(x.shape[2:]), 0.3, 2).reshape(x.shape)
+        return x.masked_fill(torch.from_numpy(dropped), 0.0) / 0.7
+
+    counted = (samples, places, key)
+    return [
+        Case("dropout", "dropout", (_normal(B, S, H), *counted), (), attrs, torch_form, (1, 2, 3)),
+        Case("dropout-heads", "dropout", (_normal(B, S, K, H), *counted), (), attrs, torch_form, (1, 2, 3)),
+        Case("dropout-off", "dropout", (_normal(B, S, H), None, None, None), (), attrs, lambda x, *_: x, (1, 2, 3)),
+    ]
+
+
 # Experts
 
 
@@ -357,4 +397,5 @@ OP_CASES = [
         (1,),
     ),
     *_expert_cases(),
+    *_dropout_cases(),
 ]

@@ -59,7 +59,7 @@ class _Block:
         return f"{kind}{self._count}"
 
     def _param(self, name: str, *groups: tuple[Axis, ...]) -> Param:
-        return self._b.param(name, groups, Init("normal", 0.3))
+        return self._b.param(name, groups, Init("normal", 0.15))
 
     def _some(self, *shapes: tuple[Axis, ...]) -> Value:
         """Any value of one of the shapes; the latest are likelier, so that programs are deep."""
@@ -91,7 +91,7 @@ class _Block:
         centered = count == 1 and self._rng.random() < 0.3
         weight = self._param(f"{name}.weight", x.axes[-count:])
         bias = self._param(f"{name}.bias", x.axes[-count:]) if self._rng.random() < 0.3 else None
-        attrs: dict[str, Any] = {"centered": centered, "eps": 1e-3, "weight_offset": 1.0, "cast": "after_weight"}
+        attrs: dict[str, Any] = {"centered": centered, "eps": 0.1, "weight_offset": 1.0, "cast": "after_weight"}
         self._values += self._b.op("norm", name, [x], [weight, bias], **attrs)
 
     def _linear(self) -> None:

@@ -110,7 +110,7 @@ def check_model(program: ModelProgram) -> None:
     assert len(program.layers) == spec.num_layers
     assert len(program.blocks) == len(set(spec.blocks)) == len(set(program.layers))
     # what each program reads is what an earlier one made, under the same axes, or the batch
-    batch = {"tokens", "positions", "segment_ids", "labels", "loss_mask"}
+    batch = {"tokens", "positions", "segment_ids", "labels", "loss_mask", "samples", "places", "dropout_key"}
     made: dict[str, Value] = {}
     for prefix, part in program.steps:
         for value in part.inputs:

@@ -105,11 +105,17 @@ CASES: list[tuple[str, dict[str, State], dict[str, State], list[tuple[str, str]]
      [("b", "all-gather"), ("a", "all-to-all")]),
     ("the major end comes first", {"a": PARTIAL, "b": shard("batch")}, {"a": shard("seq"), "b": shard("seq")},
      [("a", "reduce-scatter"), ("b", "all-to-all")]),
+    ("a minor axis that is there already makes way", {"a": PARTIAL, "b": shard("seq")},
+     {"a": shard("seq"), "b": shard("seq")}, [("b", "all-gather"), ("a", "reduce-scatter"), ("b", "slice")]),
+    ("a minor axis waits for the major one", {"a": shard("batch"), "b": PARTIAL},
+     {"a": shard("seq"), "b": shard("seq")}, [("a", "all-to-all"), ("b", "reduce-scatter")]),
     ("what shrinks goes first", {"a": shard("batch"), "b": PARTIAL}, {"a": INVARIANT, "b": shard("seq")},
      [("b", "reduce-scatter"), ("a", "all-gather")]),
     ("an exchange of two dims goes by way of a whole one", {"a": shard("batch"), "b": shard("seq")},
      {"a": shard("seq"), "b": shard("batch")},
      [("b", "all-gather"), ("a", "all-to-all"), ("b", "slice")]),
+    ("another order of positions is an exchange", {"a": shard("seq", "zigzag"), "b": REPLICATED},
+     {"a": shard("seq"), "b": REPLICATED}, [("a", "all-to-all")]),
 ]  # fmt: skip
 
 

@@ -287,7 +287,9 @@ def test_c160_two_tilings_of_the_same_ranks(ep: int, sizes: tuple[int, ...], nam
     view = expert_view(plan)
     assert [(axis.name, axis.size) for axis in view] == list(zip(("edp", "ep", "etp"), sizes, strict=True))
     assert structural(model(replace(EVEN.blocks[0], moe=replace(MOE, num_experts=8))), plan) == []
-    assert [axis.name for axis in atoms([MeshAxis("dp", 2), MeshAxis("tp", 4)], view)[0]] == names
+    made, members = atoms([MeshAxis("dp", 2), MeshAxis("tp", 4)], view)
+    assert [axis.name for axis in made] == names
+    assert members["ep"] == tuple(name for name in names if name.endswith(".ep"))  # from major to minor
 
 
 # Text
@@ -380,6 +382,8 @@ def test_mesh_of_a_plan() -> None:
     mesh, rules = mesh_and_rules(GQA, Plan(tp=8, cp=2, sequence_parallel=True))
     assert [(a.name, a.size) for a in mesh.axes] == [("cp", 2), ("tp", 2), ("tp_copies", 4)]
     assert [rule.stream for rule in rules] == ["seq", "seq", "seq"]
+    assert [rule.order for rule in rules] == ["zigzag", "contiguous", "contiguous"]
+    assert [rule.shares for rule in rules] == [True, False, False]
     mesh, _ = mesh_and_rules(EVEN, Plan(dp=8, zero=1, zero_shard=2))
     assert [(a.name, a.size) for a in mesh.axes] == [("dp_replicas", 4), ("dp", 2)]
     with pytest.raises(PlanError, match="tp must divide the query heads"):
@@ -395,6 +399,10 @@ def test_mesh_of_a_plan_with_experts() -> None:
     # experts that no rank splits over tp have other tokens on each of its ranks
     _, rules = mesh_and_rules(EXPERTS, Plan(dp=2, tp=2, ep=2, etp=1, sequence_parallel=True))
     assert [(rule.axis, rule.shares) for rule in rules] == [("dp.edp", True), ("tp.ep", False)]
+    # so have copies of experts within tp, if its ranks have other tokens
+    for text, shares in (("tp=4,ep=2,etp=1,sequence_parallel", True), ("tp=4,ep=2,etp=1", False)):
+        _, rules = mesh_and_rules(EXPERTS, Plan.parse(text))
+        assert [(rule.axis, rule.shares) for rule in rules] == [("tp.edp", shares), ("tp.ep", False)]
     # nothing of the experts is split: the dense axes are enough
     assert mesh_and_rules(EXPERTS, Plan(dp=2, etp=1))[0].names == ("dp",)
 

@@ -11,6 +11,7 @@ import pytest
 from compare import rounding
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_cases import philox_by_hand
 
 from duomesh.core import random as counter
 from duomesh.core.errors import SpecError
@@ -24,33 +25,34 @@ def param(*shape: int, name: str = "layers.0.mlp.up.weight", kind: str = "normal
     return Param(name, axes, Init(kind, value))  # type: ignore[arg-type]
 
 
-def philox(counter_words: tuple[int, int], key: tuple[int, int]) -> list[str]:
-    low, high = counter_words
-    words = counter._philox(np.array([low | high << 32], np.uint64), key)
-    return [f"{int(word):08x}" for word in words[0]]
+def philox(words: list[int], key: tuple[int, int]) -> list[str]:
+    c0, c1, c2, c3 = (np.array([word], np.uint64) for word in words)
+    return [f"{int(word[0]):08x}" for word in counter.philox((c0, c1, c2, c3), key)]
 
 
-def philox_by_hand(words: list[int], key: list[int]) -> list[int]:
-    """Philox4x32-10 in Python integers, after section 3.3 of the paper."""
-    for _ in range(10):
-        (high0, low0), (high1, low1) = divmod(0xD2511F53 * words[0], 2**32), divmod(0xCD9E8D57 * words[2], 2**32)
-        words = [high1 ^ words[1] ^ key[0], low1, high0 ^ words[3] ^ key[1], low0]
-        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
-    return words
+# Random123's kat_vectors: counter, key, result; the third from digits of pi.
+ONE = 0xFFFFFFFF
+PI = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], (0xA4093822, 0x299F31D0)
+KNOWN: list[tuple[list[int], tuple[int, int], str]] = [
+    ([0, 0, 0, 0], (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ([ONE] * 4, (ONE, ONE), "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (*PI, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
 
 
-def test_philox_known_answers() -> None:
-    """Vectors of the Random123 distribution (kat_vectors). Its all-ones counter needs words that ours leaves at 0,
-    so that one checks the hand-written form, which the next test compares with."""
-    assert philox((0, 0), (0, 0)) == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
-    ones = philox_by_hand([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2)
-    assert [f"{word:08x}" for word in ones] == ["408f276d", "41c83b0e", "a20bc7c6", "6d5451fd"]
+@pytest.mark.parametrize(("words", "key", "want"), KNOWN, ids=["zeros", "ones", "pi"])
+def test_philox_known_answers(words: list[int], key: tuple[int, int], want: str) -> None:
+    """Vectors of the Random123 distribution (kat_vectors)."""
+    assert philox(words, key) == want.split()
+    assert [f"{word:08x}" for word in philox_by_hand(words, list(key))] == want.split()
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
-def test_philox_equals_the_paper_s_form(position: int, k0: int, k1: int) -> None:
-    low, high = position % 2**32, position >> 32
-    assert philox((low, high), (k0, k1)) == [f"{word:08x}" for word in philox_by_hand([low, high, 0, 0], [k0, k1])]
+WORD = st.integers(0, 2**32 - 1)
+
+
+@given(st.lists(WORD, min_size=4, max_size=4), WORD, WORD)
+def test_philox_equals_the_paper_s_form(words: list[int], k0: int, k1: int) -> None:
+    assert philox(words, (k0, k1)) == [f"{word:08x}" for word in philox_by_hand(words, [k0, k1])]
 
 
 @given(st.integers(0, 90), st.integers(0, 90), st.sampled_from([0, 2**40 - 7]))

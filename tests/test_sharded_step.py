@@ -17,6 +17,7 @@ from duomesh.core.bounds import bound
 from duomesh.core.ir.build import build_program
 from duomesh.core.session import AdamW
 from duomesh.core.sharding.collectives import StepShape, step_collectives, step_trace
+from duomesh.core.sharding.listing import list_layout
 from duomesh.core.sharding.storage import Storage
 from duomesh.core.verify.compare import relative_error
 from duomesh.kernels.reference.model import ReferenceModel
@@ -30,9 +31,11 @@ CASES: list[tuple[str, str, list[int] | None]] = [
     ("everything", "dp2", None),
     ("everything", "sp2", None),
     ("everything", "dp2-sp2", None),
+    ("everything", "zigzag3", None),  # buckets are padded
     ("everything", "dp2-zigzag2-sp2", None),
     ("everything", "dp2-sp2-copies3", None),
     ("everything", "replicas2-dp2-tp2", None),
+    ("everything", "dp2", [0, 0, 0, 1, 1, 1]),  # where the tie is summed over the axes of its neighbours
     ("everything", "dp2-sp2", [0, 0, 0, 1, 1, 1]),
     ("plain", "tp2-copies3", [0, 0, 0, 1, 1, 1]),
     ("shared", "ep of dp", None),
@@ -92,7 +95,7 @@ def test_three_steps_are_those_of_one_rank(name: str, mesh: str, stages: list[in
 
 def test_an_owned_range_is_what_the_rank_holds() -> None:
     """`slices` maps every rank's range back to elements of parameters: together they are each element once."""
-    for zero, mesh in ((1, "dp4"), (3, "dp2-sp2"), (2, "replicas2-dp2-tp2")):
+    for zero, mesh in ((1, "dp4"), (1, "cp3"), (3, "dp2-sp2"), (2, "replicas2-dp2-tp2")):
         storage = Storage(sharded("everything", mesh), zero)
         for bucket in storage.buckets:
             assert bucket.size % bucket.parts == 0
@@ -162,6 +165,20 @@ def test_which_phase_moves_what() -> None:
         ("recompute", "all-gather", True),
         ("backward", "reduce-scatter", True),
     }
+    # a look-up's backward does not read its table
+    trace = [c for c in step_trace(Storage(sharded("plain", "dp2"), 3), StepShape(4, 12)) if "bucket" in c.op]
+    gathered, again = ({c.op for c in trace if c.phase == phase} for phase in ("forward", "recompute"))
+    assert gathered - again == {"embed.bucket0"} and again < gathered
+
+
+def test_one_step_of_the_model_is_gathered_at_once() -> None:
+    """Under ZeRO-3 a rank holds its half of all weights, and all of the largest step, a layer: q and o, k and v, gate,
+    up and down, two norms."""
+    storage = Storage(sharded("plain", "dp2"), 3)
+    held = list_layout(storage, StepShape(4, 12), compute="float32").per_rank
+    layer = 20 * (2 * 48 + 2 * 16 + 3 * 36 + 2)
+    assert held["parameters gathered at once"] == 4 * layer
+    assert held["parameters"] == 4 * (2 * layer + 20 * (37 + 37 + 1)) // 2
 
 
 def test_a_released_weight_cannot_be_used() -> None:

@@ -36,6 +36,7 @@ from duomesh.core.ir.build import build_program
 from duomesh.core.objective import LOSS
 from duomesh.core.sharding.check import check_model
 from duomesh.core.sharding.collectives import StepShape, step_collectives, step_trace
+from duomesh.core.sharding.modes import OpView
 from duomesh.core.sharding.program import ShardedModelProgram, ShardedProgram, shard_model
 from duomesh.core.sharding.storage import Storage
 from duomesh.core.sharding.transitions import INVARIANT, PARTIAL, REPLICATED, Kind, shard
@@ -213,6 +214,11 @@ def test_a_llama_block_has_megatron_s_collectives() -> None:
     regathered = {made.source for made in plain(SP).programs["block0"].reshards() if made.regathers}
     assert regathered == {"attention_norm", "mlp_norm"}
     assert not any(made.regathers for rule in (TP, DP, CP) for made in plain(rule).programs["block0"].reshards())
+    # but not what experts take too
+    shared = sharded("shared", "etp of sp").programs["block0"]
+    assert {made.source for made in shared.reshards() if made.regathers} == {"attention_norm"}
+    # copies of kv heads add no collective of values: their gradients are summed with those of their weights
+    assert moves(sharded("plain", "tp2-copies3").programs["block0"]) == moves(plain(TP).programs["block0"])
 
 
 def test_the_embedding_leaves_in_the_stream_s_layout() -> None:
@@ -246,6 +252,17 @@ def test_states_of_a_block_by_name() -> None:
     assert values["attention.q"] == values["attention.core"] == shard("kv_heads")
     assert values["mlp.glu"] == shard("ffn")
     assert values["attention.o"] == values["mlp.down"] == PARTIAL
+    # the order of positions is their axis's own
+    both = sharded("plain", "dp2-zigzag2-sp2").programs["block0"].layouts["attention_norm"]
+    assert both == {"dp": shard("batch"), "cp": shard("seq", "zigzag"), "tp": shard("seq")}
+
+
+def test_a_dim_that_an_op_needs_whole_is_in_none_of_its_modes() -> None:
+    program = plain(TP).programs["block0"].program
+    modes = {op.name: {mode.axis for mode in OpView(program, op).modes()} - {None} for op in program.ops}
+    assert modes["attention_norm"] == {"batch", "seq"}
+    assert modes["attention.q_rope"] == modes["attention.core"] == {"batch", "seq", "kv_heads", "q_per_kv"}
+    assert modes["attention.o"] == {"batch", "seq", "kv_heads", "q_per_kv", "head_dim", "embed"}
 
 
 def test_tokens_travel_to_their_experts_and_back() -> None:
@@ -261,6 +278,10 @@ def test_tokens_travel_to_their_experts_and_back() -> None:
     assert of("ep of dp, etp of sp", "moe.down") == [("all-to-all", "dp")]
     assert of("ep of dp, etp of sp", "mlp_norm") == [("all-gather", "tp")]
     assert of("ep of dp, etp of sp", "moe.sum") == [("reduce-scatter", "tp")]
+    # ranks that have the same tokens share them out before they travel
+    assert of("ep of tp", "mlp_norm") == [("nothing", "tp"), ("slice", "tp")]  # for the MLP beside, and for experts
+    assert of("ep of tp", "moe.gates") == [("slice", "tp")]
+    assert of("ep of tp", "moe.dispatch") == of("ep of tp", "moe.down") == [("all-to-all", "tp")]
     # experts split over two axes: tokens come over the slower first and leave over the faster first
     assert of("ep of dp and of sp", "moe.dispatch") == [("all-to-all", "dp"), ("all-to-all", "tp")]
     assert of("ep of dp and of sp", "moe.down") == [("all-to-all", "tp"), ("all-to-all", "dp")]
@@ -280,13 +301,27 @@ def test_dims_that_do_not_divide_are_refused_by_name() -> None:
     program = build_program(CASES["gqa"])  # 2 kv heads, ffn 28
     with pytest.raises(PlanError, match=r"layers\.0\.attention\.q\.weight: kv_heads=2 cannot be split over tp=4"):
         shard_model(program, *mesh_of([(AxisRule("tp", ("kv_heads",)), 4)]))
+    with pytest.raises(PlanError, match=r"ffn=28 cannot be split over tp=3\. Use tp in 1, 2, 4, 7, 14, 28\."):
+        shard_model(program, *mesh_of([(AxisRule("tp", ("ffn",)), 3)]))
     with pytest.raises(PlanError, match=r"the mesh has the axes tp, the rules are for dp; give one rule for each axis"):
         shard_model(program, mesh_of([(TP, 2)])[0], [DP])
 
 
-def test_every_parameter_rule_is_over_all_uses() -> None:
-    """A weight that one program uses whole and another replicated is replicated."""
-    rule = AxisRule("cp", data="seq", stream=None)  # tokens are split, the stream is gathered before the first block
+def test_what_parameters_are_split_on_must_fit_their_op() -> None:
+    program = build_program(SPECS["everything"])
+    with pytest.raises(PlanError, match=r"attention\.q_norm\.weight is S\(head_dim\), and the op needs head_dim whole"):
+        shard_model(program, *mesh_of([(AxisRule("tp", ("head_dim",)), 2)]))
+    with pytest.raises(
+        PlanError, match=r"q\.weight is S\(q_per_kv\) and attention\.k\.weight is S\(kv_heads\); split all"
+    ):
+        shard_model(program, *mesh_of([(AxisRule("copies", ("q_per_kv", "kv_heads")), 1)]))
+
+
+@pytest.mark.parametrize(("data", "stream"), [("seq", None), (None, "seq")])
+def test_every_parameter_rule_is_over_all_uses(data: str | None, stream: str | None) -> None:
+    """A weight that one program uses whole and another replicated is replicated, whichever comes first: only tokens are
+    split, or only the stream."""
+    rule = AxisRule("cp", data=data, stream=stream)
     made = shard_model(build_program(SPECS["everything"]), *mesh_of([(rule, 2)]))
     asked = {
         layouts[name]["cp"]

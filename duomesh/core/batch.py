@@ -25,6 +25,8 @@ class Batch:
         loss_mask: [B, S] float32 weight of each target; None for ones.
         positions: [B, S] int32 rotary positions; None for 0..S-1.
         segment_ids: [B, S] int32; a token attends within its own id only. None for one segment.
+        sample_ids: [B] int64; the index of each sample among all that the run is fed, equal on whatever rank and in
+            whatever micro-batch it lies. Only a step with dropout reads them.
     """
 
     tokens: Array
@@ -32,24 +34,29 @@ class Batch:
     loss_mask: Array | None = None
     positions: Array | None = None
     segment_ids: Array | None = None
+    sample_ids: Array | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "labels", "loss_mask", "positions", "segment_ids"):
+        for name in ("tokens", "labels", "loss_mask", "positions", "segment_ids", "sample_ids"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, np.ndarray):
                 raise DataError(f"batch {name} are a {type(value).__name__}; they must be a numpy array.")
         if self.tokens.ndim != 2 or not self.tokens.size:
             raise DataError(f"batch tokens have shape {self.tokens.shape}; they must be [samples, sequence].")
-        for name in ("tokens", "labels", "positions", "segment_ids"):
+        for name in ("tokens", "labels", "positions", "segment_ids", "sample_ids"):
             array = getattr(self, name)
             if array is not None and array.dtype.kind not in "iu":
                 raise DataError(f"batch {name} are {array.dtype}; they must be integers.")
-            if array is not None and (array.min() < -(2**31) or array.max() >= 2**31):
+            if array is not None and name != "sample_ids" and (array.min() < -(2**31) or array.max() >= 2**31):
                 raise DataError(f"batch {name} reach from {array.min()} to {array.max()}; they must fit in 32 bits.")
         for name in ("labels", "loss_mask", "positions", "segment_ids"):
             array = getattr(self, name)
             if array is not None and array.shape != self.tokens.shape:
                 raise DataError(f"batch {name} has shape {array.shape}, tokens have {self.tokens.shape}.")
+        if self.sample_ids is not None and self.sample_ids.shape != self.tokens.shape[:1]:
+            raise DataError(
+                f"batch sample_ids have shape {self.sample_ids.shape}; {len(self.tokens)} samples need one each."
+            )
 
     @property
     def weights(self) -> Array:

@@ -24,41 +24,50 @@ from duomesh.core.arrays import Array
 from duomesh.core.errors import SpecError
 from duomesh.core.ir.values import Param
 
-__all__ = ["draw", "normals", "random_bits"]
+__all__ = ["KEY_STEPS", "MULTIPLIERS", "ROUNDS", "draw", "key_words", "normals", "philox", "random_bits"]
+
+# Philox4x32-10: numbers of section 3.3 of the paper.
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 _U32 = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 _CHUNK = 1 << 18  # elements a worker draws at once: a few MiB of temporaries
 
 
-def _key(seed: int, name: str) -> tuple[int, int]:
+Words = npt.NDArray[np.uint64]  # 32 bits in each
+
+
+def key_words(seed: int, name: str) -> tuple[int, int]:
     """Two 32-bit key words. A hash, so that neighbouring seeds and names share nothing."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def _philox(counter: npt.NDArray[np.uint64], key: tuple[int, int]) -> npt.NDArray[np.uint64]:
-    """[n] 64-bit counters -> [n, 4] words of 32 bits each, held in uint64."""
-    c0, c1 = counter & _U32, counter >> _SHIFT
-    c2 = np.zeros_like(counter)
-    c3 = np.zeros_like(counter)
+def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
+    """Four words of 32 random bits for each counter of four words, whose shapes are broadcast together."""
+    c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(10):
-        p0, p1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+    for _ in range(ROUNDS):
+        p0, p1 = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
         c0, c1, c2, c3 = (
             (p1 >> _SHIFT) ^ c1 ^ np.uint64(k0),
             p1 & _U32,
             (p0 >> _SHIFT) ^ c3 ^ np.uint64(k1),
             p0 & _U32,
         )
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return np.stack((c0, c1, c2, c3), axis=-1)
+        k0, k1 = (k0 + KEY_STEPS[0]) & 0xFFFFFFFF, (k1 + KEY_STEPS[1]) & 0xFFFFFFFF
+    return c0, c1, c2, c3
 
 
 def random_bits(seed: int, name: str, start: int, stop: int) -> npt.NDArray[np.uint64]:
     """[stop - start] words of 32 random bits (in uint64) of elements start..stop of the stream `name`."""
     first, last = start // 4, -(-stop // 4)
-    words = _philox(np.arange(first, last, dtype=np.uint64), _key(seed, name)).reshape(-1)
+    counter = np.arange(first, last, dtype=np.uint64)
+    zeros = np.zeros_like(counter)
+    made = philox((counter & _U32, counter >> _SHIFT, zeros, zeros), key_words(seed, name))
+    words = np.stack(made, axis=-1).reshape(-1)
     return words[start - 4 * first : stop - 4 * first]
 
 

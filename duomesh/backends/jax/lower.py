@@ -56,6 +56,8 @@ class LoweredModel:
         self._wide = wide_dtype
         self._ops: dict[str, Any] = {**OPS, "attention": partial(OPS["attention"], allow_cudnn=allow_cudnn)}
         self.segments = segments(program.layers)
+        # of `dropout_keys`
+        self._rows = {prefix: row for row, (prefix, _) in enumerate(program.steps)}
 
     # Parameters
 
@@ -125,25 +127,31 @@ class LoweredModel:
             {p.name: params[f"segments.{index}.{position}.{p.name}"] for p in self.program.blocks[kind].params}
             for position, kind in enumerate(segment.pattern)
         ]
+        keys = [self._layer_keys(values["dropout_keys"], segment.layers(position)) for position in range(len(stacks))]
 
-        def body(x: jax.Array, layer_params: Any) -> tuple[jax.Array, Any]:
+        def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
             made = []
-            for kind, local in zip(segment.pattern, layer_params, strict=True):
+            for kind, local, key in zip(segment.pattern, *layer, strict=True):
                 record: dict[str, Any] = {}
-                x = self._run(self.program.blocks[kind], {**values, "x": x}, local, record)["x"]
+                x = self._run(self.program.blocks[kind], {**values, "x": x, "dropout_key": key}, local, record)["x"]
                 made.append(record)
             return x, made if records is not None else None
 
         if segment.repeats == 1:
-            x, made = body(values["x"], stacks)
+            x, made = body(values["x"], (stacks, jax.tree.map(lambda rows: rows[0], keys)))
             made = jax.tree.map(lambda value: value[None], made)
         else:
-            x, made = jax.lax.scan(body, values["x"], stacks)
+            x, made = jax.lax.scan(body, values["x"], (stacks, keys))
         if records is not None:
             for position in range(len(segment.pattern)):
                 for i, layer in enumerate(segment.layers(position)):
                     records |= {f"layers.{layer}.{name}": value[i] for name, value in made[position].items()}
         return x
+
+    def _layer_keys(self, keys: jax.Array | None, layers: range) -> jax.Array | None:
+        """[len(layers), 2]: the rows of some layers."""
+        first = self._rows["layers.0."]
+        return None if keys is None else keys[first + layers.start : first + layers.stop : layers.step]
 
     def __call__(self, params: Params, inputs: Mapping[str, Any], records: dict[str, Any] | None = None) -> jax.Array:
         """Logits [B, S, V]; with "labels" and "loss_mask" among the inputs, the weighted sum of token losses.
@@ -151,13 +159,15 @@ class LoweredModel:
         Args:
             params: stored arrays in the compute dtype.
             inputs: tokens and positions [B, S] int32, segment_ids [B, S] or None, and optionally labels [B, S] int32
-                and loss_mask [B, S] wide.
+                and loss_mask [B, S] wide; to drop anything, also what `core.dropout.dropout_inputs` gives.
             records: receives every op output under its global name.
         """
-        values: dict[str, Any] = dict(inputs)
+        values: dict[str, Any] = {"samples": None, "places": None, "dropout_keys": None, **inputs}
+        keys = values["dropout_keys"]
 
         def apply(prefix: str, program: Program) -> None:
             local: dict[str, Any] = {}
+            values["dropout_key"] = None if keys is None else keys[self._rows[prefix]]
             values.update(self._run(program, values, self._local(prefix, program, params), local))
             if records is not None:
                 records.update({prefix + name: value for name, value in local.items()})

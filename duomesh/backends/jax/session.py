@@ -19,6 +19,7 @@ from duomesh.backends.jax.lower import LoweredModel, Params
 from duomesh.backends.jax.optim import State, init_state, update
 from duomesh.core.arrays import DTYPES, Array
 from duomesh.core.batch import Batch, denominator, num_targets
+from duomesh.core.dropout import DropoutKey, check_dropout, dropout_inputs
 from duomesh.core.errors import BackendError
 from duomesh.core.ir.program import ModelProgram
 from duomesh.core.session import (
@@ -161,7 +162,7 @@ class JaxSession:
 
     # Forward and backward
 
-    def _inputs(self, batch: Batch) -> dict[str, Array | None]:
+    def _inputs(self, batch: Batch, dropout: DropoutKey | None = None) -> dict[str, Array | None]:
         batch.check_vocabulary(self.program.spec.vocab_size)
         return {
             "tokens": batch.tokens.astype(np.int32),
@@ -169,18 +170,21 @@ class JaxSession:
             "segment_ids": None if batch.segment_ids is None else batch.segment_ids.astype(np.int32),
             "labels": batch.labels.astype(np.int32),
             "loss_mask": batch.weights.astype(self._wide),
+            **dropout_inputs(self.program, batch, dropout),
         }
 
     def _term(self, params: Params, inputs: Any, divisor: Any) -> jax.Array:
         return self.model(params, inputs) / divisor
 
-    def loss_and_grads(self, batches: Sequence[Batch]) -> tuple[float, dict[str, Array]]:
+    def loss_and_grads(
+        self, batches: Sequence[Batch], *, dropout: DropoutKey | None = None
+    ) -> tuple[float, dict[str, Array]]:
         divisor = self._wide.type(denominator(batches))
         loss, total = 0.0, None
         with self._context():
             params = self._compute_params()
             for batch in batches:
-                term, grads = self._grad_jit(params, self._inputs(batch), divisor)
+                term, grads = self._grad_jit(params, self._inputs(batch, dropout), divisor)
                 loss += float(term)
                 if len(batches) > 1:
                     grads = jax.tree.map(lambda g: g.astype(self._wide), grads)
@@ -255,8 +259,8 @@ class JaxSession:
             (loss, grads), _ = jax.lax.scan(body, (jnp.zeros((), self._wide), zeros), inputs)
         return update(state, grads, loss, lr, config=config, is_decayed=self.model.is_decayed)
 
-    def _stack_inputs(self, batches: Sequence[Batch]) -> dict[str, Array | None]:
-        inputs = [self._inputs(batch) for batch in batches]
+    def _stack_inputs(self, batches: Sequence[Batch], dropout: DropoutKey | None) -> dict[str, Array | None]:
+        inputs = [self._inputs(batch, dropout) for batch in batches]
         shapes = {batch.tokens.shape for batch in batches}
         if len(shapes) > 1:
             raise BackendError(f"micro-batches of one step must have one shape, got {sorted(shapes)}.")
@@ -266,14 +270,15 @@ class JaxSession:
                     one["segment_ids"] = np.zeros_like(one["tokens"])
         return jax.tree.map(lambda *parts: np.stack(parts), *inputs)
 
-    def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+    def train_step(self, batches: Sequence[Batch], lr: float, *, dropout: DropoutKey | None = None) -> StepResult:
         state, config = self._trained()
         check_learning_rate(lr)
+        check_dropout(self.program, dropout)
         targets = num_targets(batches)
         if targets == 0:
             return StepResult(0.0, 0.0, 0.0, is_skipped=True)
         with self._context():
-            inputs = self._stack_inputs(batches)
+            inputs = self._stack_inputs(batches, dropout)
             self._params = None
             result = self._step_jit(state, inputs, self._wide.type(targets), self._wide.type(lr), config=config)
             self._state = result[0]

@@ -32,6 +32,7 @@ class Optimizer:
         self.masters: dict[str, Tensor] = {
             name: p if p.dtype in _WIDE else p.detach().float().requires_grad_() for name, p in params.items()
         }
+        self.dtype = next(iter(self.masters.values())).dtype
         groups = [
             {"params": [self.masters[n] for n in params if is_decayed[n]], "weight_decay": config.weight_decay},
             {"params": [self.masters[n] for n in params if not is_decayed[n]], "weight_decay": 0.0},

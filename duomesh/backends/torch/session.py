@@ -1,4 +1,8 @@
-"""The torch side of `core.session.Session`, one device."""
+"""The torch side of `core.session.Session`, on one device or on the ranks of a plan.
+
+Every rank of a plan has a session of its own and calls the same methods in the same order with the same arguments:
+whole batches and whole arrays, of which each takes its part.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from duomesh.backends.torch.arrays import TORCH_DTYPES, to_array, to_tensor
+from duomesh.backends.torch.arrays import TORCH_DTYPES, to_tensor
+from duomesh.backends.torch.groups import Groups, needed_groups
 from duomesh.backends.torch.lower import LoweredModel
-from duomesh.backends.torch.optim import Optimizer
+from duomesh.backends.torch.state import OneDevice, OnMesh, State
+from duomesh.backends.torch.whole import gather_value
 from duomesh.core.arrays import Array
 from duomesh.core.batch import Batch, denominator, num_targets
+from duomesh.core.dropout import DropoutKey, check_dropout, dropout_inputs
 from duomesh.core.errors import BackendError
 from duomesh.core.ir.program import ModelProgram
+from duomesh.core.plan.plan import Plan
+from duomesh.core.plan.shard import shard
 from duomesh.core.session import AdamW, ComputeDType, StateLoader, StepResult, Trace, check_learning_rate
 
 __all__ = ["TorchSession"]
@@ -55,84 +64,124 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def _lower(program: ModelProgram, dtype: torch.dtype, device: torch.device) -> LoweredModel:
-    try:
-        return LoweredModel(program, dtype, device)
-    except RuntimeError as error:  # torch's way to say that memory is out
-        reason = str(error).splitlines()[0]
-        raise BackendError(f"{device} cannot hold {program.num_params:,} parameters of {dtype}: {reason}") from error
-
-
 class TorchSession:
-    """A lowered model on one device.
+    """A lowered model on one device, or this rank's part of one on the ranks of a plan.
 
     Args:
         program: what to run.
+        plan: the layout; its ranks must have been started (see `launch`). None for one rank.
         compute_dtype: of parameters and activations; bfloat16 keeps an fp32 master in the optimizer.
         device: such as "cpu" or "cuda"; None takes a GPU if there is one.
         compile: compile each block kind, the head and the loss with `torch.compile`.
+
+    Raises:
+        PlanError: the plan does not fit the model. BackendError: it needs another number of ranks, or the device is not
+            there.
     """
 
     def __init__(
         self,
         program: ModelProgram,
         *,
+        plan: Plan | None = None,
         compute_dtype: ComputeDType = "float32",
         device: str | None = None,
         compile: bool = False,
     ) -> None:
         self.program = program
+        self.plan = plan or Plan()
         self.compute_dtype = compute_dtype
         self.device = _device(device)
-        self.model = _lower(program, TORCH_DTYPES[compute_dtype], self.device)
-        self._has_params = False
         self._wide = torch.float64 if compute_dtype == "float64" else torch.float32
-        self._optimizer: Optimizer | None = None
+        self.storage = shard(program, self.plan)
+        mesh = self.storage.sharded.mesh
+        self.groups = Groups(mesh, needed_groups(self.storage), self.device)
+        self.model = self._lower()
+        self._state: State = (
+            OneDevice(self.model, self._wide)
+            if mesh.world_size == 1
+            else OnMesh(self.model, self.storage, self.groups, self._grad_dtype(), self._wide)
+        )
+        self._has_params = False
         if compile:
             for _, module in self.model.steps:
                 # the first length is compiled as it is, a second one for any: evaluation and generation use others
                 module.compile(fullgraph=True)
 
+    def _lower(self) -> LoweredModel:
+        dtype = TORCH_DTYPES[self.compute_dtype]
+        try:
+            ties = self.storage.zero == 3  # each use is scattered by itself
+            return LoweredModel(self.storage.sharded, self.groups, dtype, self.device, separate_ties=ties)
+        except RuntimeError as error:  # torch's way to say that memory is out
+            reason = str(error).splitlines()[0]
+            raise BackendError(
+                f"{self.device} cannot hold {self.program.num_params:,} parameters of {dtype}: {reason}"
+            ) from error
+
+    def _grad_dtype(self) -> torch.dtype:
+        return self._wide if self.plan.grad_dtype is None else TORCH_DTYPES[self.plan.grad_dtype]
+
     # Parameters
 
-    def _storage(self, *, filled: bool = True) -> dict[str, nn.Parameter]:
-        """Storage tensors by name, tied ones once. Raises BackendError if they hold no weights yet."""
-        if filled and not self._has_params:
+    def _filled(self) -> State:
+        """Raises BackendError if there are no weights yet."""
+        if not self._has_params:
             raise BackendError("this session has no parameters yet; call load_params first.")
-        return dict(self.model.named_parameters())
-
-    def _rows(self, tensors: Mapping[str, Tensor], name: str) -> Tensor:
-        """The rows of a storage tensor that hold one canonical parameter, as a view."""
-        place = self.program.placements[name]
-        return tensors[place.storage][place.start : place.stop]
-
-    def _canonical(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for name in self.program.placements:
-            yield name, self._rows(tensors, name)
+        return self._state
 
     def load_params(self, params: Iterable[tuple[str, Array]]) -> None:
-        self._fill({"params": self._storage(filled=False)}, (("params", name, array) for name, array in params))
-        self._optimizer = None
+        loader = StateLoader(self.program, groups=("params",))
+        self._has_params = False  # until all have come: a stream that stops half-way leaves no usable weights
+        self._state.optimizer = None
+        for name, array in params:
+            loader.check("params", name, array.shape)
+            self._state.set_param(name, array)
+        loader.finish()
+        self._state.end_of_params()
+        self._has_params = True
 
     def params(self) -> Iterator[tuple[str, Array]]:
-        for name, tensor in self._canonical(self._storage()):
-            yield name, to_array(tensor)
+        return self._filled().params()
 
     # Forward and backward
 
-    def _device_inputs(self, batch: Batch) -> dict[str, Tensor | None]:
+    def _device_inputs(self, batch: Batch, dropout: DropoutKey | None = None) -> dict[str, Tensor | None]:
+        """This rank's part of a batch, and what dropout masks are counted with."""
         batch.check_vocabulary(self.program.spec.vocab_size)
+        self._filled()
+        part = self._part_of_batch(batch.tokens.shape)
+        counted = dropout_inputs(self.program, batch, dropout)
 
-        def put(array: Array | None, dtype: torch.dtype) -> Tensor | None:
-            return None if array is None else to_tensor(array).to(self.device, dtype)
+        def put(array: Array | None, dtype: torch.dtype, at: tuple[slice, ...] = part) -> Tensor | None:
+            return None if array is None else to_tensor(array[at]).to(self.device, dtype)
 
         return {
+            "samples": put(counted["samples"], torch.int32, part[:1]),
+            "places": put(counted["places"], torch.int32, part[1:]),
+            "dropout_keys": put(counted["dropout_keys"], torch.int32, ()),
             "tokens": put(batch.tokens, torch.int32),
             "positions": put(batch.resolved_positions, torch.int32),
             "segment_ids": put(batch.segment_ids, torch.int32),
             "labels": put(batch.labels, torch.int32),
             "loss_mask": put(batch.weights, self._wide),
         }
+
+    def _part_of_batch(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """Raises BackendError if the ranks cannot share a batch of this shape."""
+        rules, mesh = self.storage.sharded.rules, self.storage.sharded.mesh
+        out = []
+        for name, size in zip(("batch", "seq"), shape, strict=True):
+            axes = [axis for axis in mesh.names if rules[axis].data == name]
+            parts, place = self.groups.size(axes), self.groups.place(axes)
+            if size % parts:
+                raise BackendError(
+                    f"the plan {self.plan} cannot share a micro-batch of {shape[0]} samples of {shape[1]} tokens: "
+                    f"{size} is no multiple of {parts}."
+                )
+            length = size // parts
+            out.append(slice(place * length, (place + 1) * length))
+        return tuple(out)
 
     @contextmanager
     def _forward(self, *, grads: bool) -> Iterator[None]:
@@ -147,119 +196,127 @@ class TorchSession:
                 stack.enter_context(sdpa_kernel(_ATTENTION, set_priority=True))
             yield
 
-    def _loss_sum(self, batch: Batch, record: dict[str, Tensor] | None = None) -> Tensor:
-        self._storage()  # refuses a session without weights
-        return self.model(**self._device_inputs(batch), record=record)
+    def _loss_sum(
+        self, batch: Batch, dropout: DropoutKey | None = None, record: dict[str, Tensor] | None = None
+    ) -> Tensor:
+        return self.model(**self._device_inputs(batch, dropout), record=record)
 
-    def _backward(self, batches: Sequence[Batch], divisor: float) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Gradients of the step's objective, summed over micro-batches in at least fp32 when there are several.
+    def _backward(self, batches: Sequence[Batch], divisor: float, dropout: DropoutKey | None) -> list[Tensor]:
+        """Leaves the gradients of the step's objective in the state, summed over micro-batches in at least fp32.
 
-        Returns the loss terms (scalars on the device, whose sum is the loss) and gradients by storage name.
+        Returns the loss terms, scalars on the device whose sum is the loss.
         """
-        storage = self._storage()
+        state, stage = self._filled(), self.groups.stage
         terms: list[Tensor] = []
-        sums: dict[str, Tensor] = {}
-        for batch in batches:
+        state.begin_step()
+        for index, batch in enumerate(batches, 1):
             with self._forward(grads=True):
-                term = self._loss_sum(batch) / divisor
-                term.backward()
+                with stage("forward"):
+                    term = self._loss_sum(batch, dropout) / divisor
+                state.begin_micro_batch(is_last=index == len(batches))
+                with stage("backward"):
+                    term.backward()
             terms.append(term.detach())
-            for name, parameter in storage.items():
-                grad, parameter.grad = parameter.grad, None
-                assert grad is not None, name
-                if name in sums:
-                    sums[name].add_(grad)
-                else:
-                    sums[name] = grad if len(batches) == 1 else grad.to(self._wide)
-        return terms, sums
+            state.end_micro_batch(is_only=len(batches) == 1)
+        state.end_step()
+        return terms
 
-    def loss_and_grads(self, batches: Sequence[Batch]) -> tuple[float, dict[str, Array]]:
-        terms, grads = self._backward(batches, denominator(batches))
-        loss = torch.stack(terms).double().sum().item()
-        return loss, {name: to_array(tensor) for name, tensor in self._canonical(grads)}
+    def loss_and_grads(
+        self, batches: Sequence[Batch], *, dropout: DropoutKey | None = None
+    ) -> tuple[float, dict[str, Array]]:
+        terms = self._backward(batches, denominator(batches), dropout)
+        return torch.stack(terms).double().sum().item(), dict(self._state.grads())
 
     def trace(self, batch: Batch, *, grads: bool) -> Trace:
         record: dict[str, Tensor] = {}
+        state, found = self._filled(), {}
         with self._forward(grads=grads):
-            loss = self._loss_sum(batch, record) / denominator([batch])
-            found: dict[str, Array] = {}
+            loss = self._loss_sum(batch, record=record) / denominator([batch])
             if grads:
-                storage = self._storage()
-                made = torch.autograd.grad(loss, list(storage.values()))
-                found = {n: to_array(t) for n, t in self._canonical(dict(zip(storage, made, strict=True)))}
-        return Trace({name: to_array(value) for name, value in record.items()}, loss.item(), found)
+                state.begin_step()
+                state.begin_micro_batch(is_last=True)
+                loss.backward()
+                state.end_micro_batch(is_only=True)
+                state.end_step()
+                found = dict(state.grads())
+        return Trace(dict(self._whole_values(record, batch)), loss.item(), found)
+
+    def _whole_values(self, record: Mapping[str, Tensor], batch: Batch) -> Iterator[tuple[str, Array]]:
+        """Every recorded value from all ranks' parts of it."""
+        samples, length = batch.tokens.shape
+        extents = self.storage.sharded.extents(batch=samples, seq=length)
+        for prefix, _, program in self.storage.sharded.steps:
+            for made in program.calls():
+                for name in made.call.op.outputs:
+                    local, layout = record[prefix + name], program.layouts[name]
+                    yield prefix + name, gather_value(local, program.axes(name), layout, extents, self.groups)
 
     def eval_loss(self, batch: Batch) -> tuple[float, float]:
         with self._forward(grads=False):
             return self._loss_sum(batch).item(), num_targets([batch])
 
     def logits(self, tokens: Array) -> Array:
-        self._storage()
-        inputs = self._device_inputs(Batch(tokens=tokens, labels=tokens))
+        batch = Batch(tokens=tokens, labels=tokens)
+        inputs = self._device_inputs(batch)
         with self._forward(grads=False):
-            out = self.model(inputs["tokens"], inputs["positions"])
-        return to_array(out.to(self._wide))
+            out = self.model(inputs["tokens"], inputs["positions"]).to(self._wide)
+        head = self.storage.sharded.programs["head"]
+        name = dict(head.outputs)["logits"]
+        extents = self.storage.sharded.extents(batch=tokens.shape[0], seq=tokens.shape[1])
+        return gather_value(out, head.axes(name), head.layouts[name], extents, self.groups)
 
     # Training
 
     def init_optimizer(self, config: AdamW, params: Iterable[tuple[str, Array]] | None = None) -> None:
-        slots, storage = self.program.slots, self._storage(filled=params is None)
-        self._optimizer = Optimizer(storage, {name: slots[name].is_decayed for name in storage}, config)
-        if params is not None:
-            self._fill({"params": self._optimizer.masters}, (("params", name, array) for name, array in params))
-            self._optimizer.round_params()
+        if params is None:
+            self._filled().init_optimizer(config)
+            return
+        loader = StateLoader(self.program, groups=("params",))
+        self._has_params = False
+        self._state.begin_load(config, 0)
+        for name, array in params:
+            loader.check("params", name, array.shape)
+            self._state.set_state("master", name, array)
+        loader.finish()
+        self._state.end_load()
+        self._has_params = True
 
-    def _trained(self) -> Optimizer:
-        if self._optimizer is None:
+    def _trained(self) -> State:
+        if self._state.optimizer is None:
             raise BackendError("this session has no optimizer; call init_optimizer or load_optimizer_state first.")
-        return self._optimizer
+        return self._state
 
-    def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        optimizer = self._trained()
+    def train_step(self, batches: Sequence[Batch], lr: float, *, dropout: DropoutKey | None = None) -> StepResult:
+        state = self._trained()
         check_learning_rate(lr)
+        check_dropout(self.program, dropout)
         targets = num_targets(batches)
         if targets == 0:
             return StepResult(0.0, 0.0, 0.0, is_skipped=True)
-        terms, grads = self._backward(batches, targets)
-        norms = torch._foreach_norm(list(grads.values()), 2, dtype=self._wide)
-        norm_on_device = torch.linalg.vector_norm(torch.stack(norms))
-        # the step's only wait for the device: both numbers in one transfer
-        loss, norm = torch.stack([torch.stack(terms).sum(), norm_on_device]).double().tolist()
+        terms = self._backward(batches, targets, dropout)
+        with self.groups.stage("norm"):
+            # the step's only wait for the device: both numbers in one transfer
+            loss, norm = torch.stack([torch.stack(terms).sum(), state.norm()]).double().tolist()
         if not (abs(loss) < float("inf") and norm < float("inf")):
             return StepResult(loss, norm, targets, is_skipped=True)
-        limit = optimizer.config.max_grad_norm
-        optimizer.step(grads, lr, scale=limit / norm if limit is not None and norm > limit else 1.0)
+        limit = state.config.max_grad_norm
+        with self.groups.stage("optimizer"):
+            state.update(lr, scale=limit / norm if limit is not None and norm > limit else 1.0)
         return StepResult(loss, norm, targets)
 
     def optimizer_step_count(self) -> int:
-        return self._trained().step_count
+        return self._trained().step_count()
 
     def optimizer_state(self) -> Iterator[tuple[str, str, Array]]:
-        by_group: dict[str, dict[str, Tensor]] = {}
-        for group, name, tensor in self._trained().state():
-            by_group.setdefault(group, {})[name] = tensor
-        for group, tensors in by_group.items():
-            for name, tensor in self._canonical(tensors):
-                yield group, name, to_array(tensor)
+        return self._trained().optimizer_state()
 
     def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Array]]) -> None:
-        slots, storage = self.program.slots, self._storage(filled=False)
-        optimizer = Optimizer(storage, {name: slots[name].is_decayed for name in storage}, config)
-        by_group: dict[str, dict[str, Tensor]] = {}
-        for (group, name), tensor in optimizer.begin_load(step_count).items():
-            by_group.setdefault(group, {})[name] = tensor
-        self._optimizer = None
-        self._fill(by_group, state)
-        optimizer.round_params()
-        self._optimizer = optimizer
-
-    @torch.no_grad()
-    def _fill(self, groups: Mapping[str, Mapping[str, Tensor]], state: Iterable[tuple[str, str, Array]]) -> None:
-        """Copies named arrays into storage tensors by group."""
-        loader = StateLoader(self.program, groups=tuple(groups))
-        self._has_params = False  # until all have come: a stream that stops half-way leaves no usable weights
+        loader = StateLoader(self.program)
+        self._has_params = False
+        self._state.begin_load(config, step_count)
         for group, name, array in state:
             loader.check(group, name, array.shape)
-            self._rows(groups[group], name).copy_(to_tensor(array))
+            self._state.set_state(group, name, array)
         loader.finish()
+        self._state.end_load()
         self._has_params = True

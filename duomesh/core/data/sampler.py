@@ -11,6 +11,7 @@ one goes on with the first samples of the next, so no sample is ever dropped for
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isqrt
 
 import numpy as np
@@ -90,7 +91,7 @@ class Sampler:
         return np.concatenate(parts) if parts else place
 
     def batch(self, sample_ids: Index, *, rows: int | None = None) -> Batch:
-        """The samples as one batch.
+        """The samples as one batch, which does not say at which places they stand.
 
         Args:
             sample_ids: [B].
@@ -105,8 +106,11 @@ class Sampler:
     def batches(self, first: int, count: int, micro_batch_size: int) -> list[Batch]:
         """The samples at places first .. first + count, in micro-batches of equal size.
 
+        Their places are the batches' `sample_ids`: the same text met again, in a later epoch, is another sample.
         `count` must be a multiple of `micro_batch_size`: configurations are checked for it.
         """
         assert count % micro_batch_size == 0, (count, micro_batch_size)
         ids = self.sample_ids(first, count)
-        return [self.batch(ids[i : i + micro_batch_size]) for i in range(0, count, micro_batch_size)]
+        places = np.arange(first, first + count, dtype=np.int64)
+        cuts = [slice(i, i + micro_batch_size) for i in range(0, count, micro_batch_size)]
+        return [replace(self.batch(ids[cut]), sample_ids=places[cut]) for cut in cuts]

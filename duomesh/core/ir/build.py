@@ -58,6 +58,24 @@ def _table(rope: RopeSpec, index: int) -> tuple[Value, Value]:
     return Value(f"rope{index}.cos", axes, "wide"), Value(f"rope{index}.sin", axes, "wide")
 
 
+class _Dropout:
+    """Adds a program's dropouts, and with the first one the inputs that they count with; none at a rate of 0."""
+
+    def __init__(self, b: ProgramBuilder, rate: float) -> None:
+        self._b, self._rate, self._sites = b, rate, 0
+        self._counted: tuple[Value, ...] = ()
+
+    def apply(self, name: str, x: Value) -> Value:
+        if not self._rate:
+            return x
+        if not self._counted:
+            axes = {"samples": BATCH, "places": SEQ, "dropout_key": Axis("key", 2)}
+            self._counted = tuple(self._b.input(Value(source, (axis,), "int")) for source, axis in axes.items())
+        (x,) = self._b.op("dropout", name, [x, *self._counted], rate=self._rate, site=self._sites)
+        self._sites += 1
+        return x
+
+
 def _embed(spec: ModelSpec) -> Program:
     b = ProgramBuilder("embed")
     tokens = b.input(Value("tokens", (BATCH, SEQ), "int"))
@@ -66,6 +84,7 @@ def _embed(spec: ModelSpec) -> Program:
     (x,) = b.op("embedding", "lookup", [tokens], [weight])
     if spec.embedding_scale is not None:
         (x,) = b.op("scale", "scale", [x], factor=spec.embedding_scale)
+    x = _Dropout(b, spec.dropout).apply("dropout", x)
     return b.build({"x": x})
 
 
@@ -144,17 +163,20 @@ class _Block:
             cos, sin = _table(block.attention.rope, self._ropes.index(block.attention.rope))
             tables = b.input(cos), b.input(sin)
         segment_ids = b.input(Value("segment_ids", (BATCH, SEQ), "int"))
+        dropout = _Dropout(b, self._spec.dropout)
 
         h = x if block.attention_norm is None else _norm(b, "attention_norm", x, block.attention_norm)
         h = self._attention(h, tables, segment_ids, block.attention)
         if block.attention_post_norm is not None:
             h = _norm(b, "attention_post_norm", h, block.attention_post_norm)
+        h = dropout.apply("attention_post_dropout", h)
         (x,) = b.op("add", "attention_residual", [x, h])
 
         h = x if block.mlp_norm is None else _norm(b, "mlp_norm", x, block.mlp_norm)
         h, terms = self._feed_forward(h, block)
         if block.mlp_post_norm is not None:
             h = _norm(b, "mlp_post_norm", h, block.mlp_post_norm)
+        h = dropout.apply("mlp_post_dropout", h)
         (x,) = b.op("add", "mlp_residual", [x, h])
         return b.build({"x": x, **terms})
 

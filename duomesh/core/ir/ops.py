@@ -138,6 +138,18 @@ def _elementwise(inputs: Inputs, params: Params, attrs: Attrs) -> Inferred:
     return infer_plainly(inputs, params, [(first.axes, first.dtype)], live=first.live)
 
 
+def _dropout(inputs: Inputs, params: Params, attrs: Attrs) -> Inferred:
+    x, samples, places, key = (required(v, role) for v, role in zip(inputs, _DROPOUT_INPUTS, strict=True))
+    if samples.axes + places.axes != x.axes[:2] or len(x.axes) < 3:
+        raise SpecError(f"dropout over {axis_names(x.axes)}, with {axis_names(samples.axes + places.axes)} counted.")
+    rate = attrs["rate"]
+    if not isinstance(rate, float) or not 0 < rate < 1:
+        raise SpecError(f"rate is {rate!r}; it must be a number above 0 and below 1.")
+    # a mask is drawn for features as they are numbered from the first
+    local = axis_names((*x.axes[2:], *key.axes))
+    return infer_plainly(inputs, params, [(x.axes, x.dtype)], local=local)
+
+
 def _cross_entropy(inputs: Inputs, params: Params, attrs: Attrs) -> Inferred:
     logits = required(inputs[0], "logits")
     return infer_plainly(inputs, params, [(logits.axes[:-1], "wide")], inner=(logits.axes[-1].name,))
@@ -147,6 +159,7 @@ def _masked_sum(inputs: Inputs, params: Params, attrs: Attrs) -> Inferred:
     return infer_plainly(inputs, params, [((), "wide")])
 
 
+_DROPOUT_INPUTS = ("x", "samples", "places", "key")
 _CROSS_ENTROPY_OWN: Own = (
     ("forward", "maximum"),
     ("forward", "sum of exponentials"),
@@ -188,6 +201,10 @@ KINDS: dict[str, OpKind] = {
     "glu": OpKind(("gate", "up"), (), ("activation",), _elementwise),
     "activation": OpKind(("x",), (), ("activation",), _elementwise),
     "add": OpKind(("x", "y"), (), (), _elementwise, linear=(("x", "y"),)),
+    # x / (1 - rate) where a random word of the element is not below the rate, else 0. The word is a function of the key
+    # (two words), the index of the sample, the place within it, the feature, and the site, a number that no other
+    # dropout of the program has. Without a key it is x: see `core.dropout`.
+    "dropout": OpKind(_DROPOUT_INPUTS, (), ("rate", "site"), _dropout, linear=(("x",),)),
     # cap * tanh(x / cap)
     "softcap": OpKind(("x",), (), ("cap",), _elementwise),
     # logsumexp(logits) - logits[label], in at least fp32; exactly 0, with zero gradient, where label is IGNORE.

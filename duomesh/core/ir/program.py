@@ -155,6 +155,10 @@ class ModelProgram:
     def num_params(self) -> int:
         return sum(param.size for param in self.params.values())
 
+    @cached_property
+    def has_dropout(self) -> bool:
+        return any(op.kind == "dropout" for program in self.distinct for op in program.ops)
+
 
 class ProgramBuilder:
     """Appends ops to a program under construction; every mistake is found here, by name."""

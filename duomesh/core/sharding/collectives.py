@@ -103,9 +103,9 @@ class _Lister:
                 yield from self._gathers(self._storage.used(index, in_backward=True), "recompute", "compute")
             yield from self._backward[program.program.name]
             if self._storage.zero == 3:
-                yield from self._scatters(self._storage.used(index), "backward")
+                yield from self._scatters(reversed(self._storage.used(index)), "backward")
             elif self._storage.zero == 2:
-                yield from self._scatters([b for b in self._storage.buckets if b.step == index], "sync")
+                yield from self._scatters([b for b in reversed(self._storage.buckets) if b.step == index], "sync")
 
     def end_of_step(self) -> Iterator[Collective]:
         """Sums that are left, buckets of the last step first, as backward has made their gradients ready."""
@@ -182,8 +182,7 @@ class _ProgramLister:
         live = (1, 1) if value is None or value.live is None else value.live
         dtype = "compute" if value is None else value.dtype
         for step, held in self._extents.moves(self._sharded.axes(made.source), layout, path):
-            # rows that do not exist do not travel
-            elements = -(-held * live[0] // live[1]) if step.action is Action.ALL_TO_ALL else held
+            elements = -(-held * live[0] // live[1])  # rows that do not exist do not travel
             op = f"{self._sharded.program.name}.{name}"
             yield Collective(op, step.action.value, step.axes, phase, dtype, elements)
 

@@ -7,8 +7,8 @@ ops.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -253,21 +253,21 @@ class _Writer:
     def write(self) -> ShardedProgram:
         for index, call in enumerate(self._program.calls):
             op = call.op
-            has_weights = any(name is not None for name in op.params)
             operands = []
             for i, name in enumerate((*op.inputs, *op.params)):
                 wanted = {axis: s.ops[index].operands[i] or INVARIANT for axis, s in self._states.items()}
-                operands.append(None if name is None else self._bring(name, wanted, has_weights=has_weights))
+                operands.append(None if name is None else self._bring(name, wanted))
             self._instructions.append(ShardedCall(call, tuple(operands)))
             for i, name in enumerate(op.outputs):
                 self._layouts[name] = {axis: s.ops[index].outputs[i] for axis, s in self._states.items()}
         outputs = []
         for outside, name in self._program.outputs:
             wanted_out = {axis: s.outputs[outside] for axis, s in self._states.items()}
-            outputs.append((outside, self._bring(name, wanted_out, has_weights=False)))
-        return ShardedProgram(self._program, tuple(self._instructions), self._layouts, tuple(outputs))
+            outputs.append((outside, self._bring(name, wanted_out)))
+        instructions = self._with_regathers({name for _, name in outputs})
+        return ShardedProgram(self._program, instructions, self._layouts, tuple(outputs))
 
-    def _bring(self, name: str, wanted: Layout, *, has_weights: bool) -> str:
+    def _bring(self, name: str, wanted: Layout) -> str:
         """The name of the value in the wanted layout."""
         is_param = name in self._program.param_by_name
         is_differentiated = is_param or name in self._program.differentiated
@@ -283,13 +283,26 @@ class _Writer:
             result = f"{name}@{sum(known == name for known, _ in self._made) + 1}"
             ahead = steps(self._mesh, made, wanted)
             back = backward_steps(ahead) if is_differentiated else ()
-            regathers = not is_param and has_weights and self._regathers(ahead)
-            self._instructions.append(Reshard(name, result, ahead, back, regathers))
+            self._instructions.append(Reshard(name, result, ahead, back))
             self._layouts[result] = wanted
             self._made[key] = result
         return self._made[key]
 
-    def _regathers(self, ahead: Sequence[Step]) -> bool:
+    def _with_regathers(self, kept: Set[str]) -> tuple[Reshard | ShardedCall, ...]:
+        """Marks what one linear alone takes, and can gather again for the gradient of its weights."""
+        takers: dict[str, list[str]] = {name: ["output"] for name in kept}
+        for made in self._instructions:
+            if isinstance(made, ShardedCall):
+                for name in made.operands:
+                    takers.setdefault(name or "", []).append(made.call.op.kind)
+        return tuple(
+            replace(made, regathers=takers.get(made.result) == ["linear"] and self._may_regather(made.ahead))
+            if isinstance(made, Reshard)
+            else made
+            for made in self._instructions
+        )
+
+    def _may_regather(self, ahead: Sequence[Step]) -> bool:
         """Only if all that moves is gathered: nothing is summed a second time."""
         moving = [step for step in ahead if step.action.is_collective]
         is_gather = all(step.before.kind is Kind.SHARD and step.after == REPLICATED for step in moving)

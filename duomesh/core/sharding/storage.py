@@ -109,8 +109,10 @@ class Storage:
         groups: dict[tuple[int, tuple[str, ...], tuple[int, ...]], list[str]] = {}
         seen: set[tuple[str, int]] = set()
         for index, (prefix, stage, program) in enumerate(sharded.steps):
-            for param in program.program.params:
-                name = sharded.canonical(prefix, param.name)
+            # in the order in which they are stored, so that a pack is one run of its bucket
+            packed = [member.param.name for slot in program.program.slots.values() for member in slot.members]
+            for local in packed:
+                name = sharded.canonical(prefix, local)
                 if (name, stage) not in seen:
                     seen.add((name, stage))
                     owners = sharded.owners[name]

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from duomesh.core.errors import PlanError
+from duomesh.core.ir.kind import axis_names
 from duomesh.core.ir.program import ModelProgram, Program
 from duomesh.core.ir.values import Op, Param
 from duomesh.core.sharding.modes import REPLICATED_MODE, WHOLE, Mode, OpStates, OpView, split, sum_of
@@ -43,7 +44,7 @@ class AxisRule:
         stream: logical axis of the residual stream, or None for whole. Data parallel axes split both on "batch",
             sequence parallelism the stream alone on "seq".
         order: of positions, where the axis splits "seq".
-        regathers: whether backward gathers again what forward gathered for an op with weights, instead of keeping it.
+        regathers: whether backward gathers again what forward gathered for a linear, instead of keeping it.
         shares: whether ZeRO shares state among the ranks of the axis.
     """
 
@@ -193,8 +194,12 @@ def type_model(model: ModelProgram, rule: AxisRule, size: int) -> dict[str, Prog
     Raises PlanError if a dim that the rule splits is no multiple of the size and cannot be padded.
     """
     _check_sizes(model, rule, size)
-    data = rule.state(rule.data)
-    stream: dict[str, State] = dict.fromkeys(("tokens", "positions", "segment_ids", "labels", "loss_mask"), data)
+    # what no program makes comes with the batch
+    stream = {
+        value.name: rule.state(rule.data if rule.data in axis_names(value.axes) else None)
+        for program in model.distinct
+        for value in program.inputs
+    }
     out: dict[str, ProgramStates] = {}
     for program in model.distinct:
         out[program.name] = type_program(program, rule, stream)

@@ -321,6 +321,9 @@ class ModelSpec:
         max_positions: context length that the model was made for; nothing here depends on it.
         init_std: standard deviation of freshly drawn matrices.
         init_scaled_output: divide the std of attention.o, mlp.down and moe.down by sqrt(2 * number of layers).
+        dropout: share of elements that a training step sets to zero, the others being divided by 1 - dropout: in the
+            embedding's output, and in what each attention and each feed-forward adds to the stream (arXiv:1706.03762,
+            section 5.4). 0 for none. No other pass drops anything. Attention probabilities are never dropped.
     """
 
     vocab_size: int
@@ -333,6 +336,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     init_std: float = 0.02
     init_scaled_output: bool = True
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -340,6 +344,7 @@ class ModelSpec:
             _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be positive.")
         _require(len(self.blocks) > 0, "a model needs at least one block.")
         _require(self.init_std > 0, f"init_std is {self.init_std}; it must be positive.")
+        _require(0 <= self.dropout < 1, f"dropout is {self.dropout}; it must be at least 0 and below 1.")
         if self.logit_softcap is not None:
             _require(self.logit_softcap > 0, f"logit_softcap is {self.logit_softcap}; it must be positive.")
 

@@ -33,6 +33,7 @@ from duomesh.kernels.reference.expert_adjoints import (
     z_sum,
 )
 from duomesh.kernels.reference.ops import attention_scores, normalise, rotate
+from duomesh.kernels.reference.ops import dropout as forward_dropout
 
 __all__ = [
     "ADJOINTS",
@@ -177,6 +178,12 @@ def activation(cotangents: Arrays, inputs: Arrays, storage: Arrays, *, activatio
 def add(cotangents: Arrays, inputs: Arrays, storage: Arrays) -> Cotangents:
     """y = a + b: both get c."""
     return cotangents[0].astype(inputs[0].dtype), cotangents[0].astype(inputs[1].dtype)
+
+
+def dropout(cotangents: Arrays, inputs: Operands, storage: Arrays, *, rate: float, site: int) -> Cotangents:
+    """y = m x with m 0 or 1 / (1 - rate): dx = m c, with the mask drawn again."""
+    (c,) = cotangents
+    return np.asarray(forward_dropout(c, *inputs[1:], rate=rate, site=site)), None, None, None
 
 
 def softcap(cotangents: Arrays, inputs: Arrays, storage: Arrays, *, cap: float) -> Cotangents:

@@ -15,6 +15,7 @@ import numpy as np
 
 from duomesh.core.arrays import Array
 from duomesh.core.batch import Batch
+from duomesh.core.dropout import DropoutKey, dropout_inputs
 from duomesh.core.errors import BackendError
 from duomesh.core.ir.program import ModelProgram, Program, run
 from duomesh.core.objective import term_seeds
@@ -57,15 +58,20 @@ class ReferenceModel:
         self._params = dict(params)
         self._check()
 
-    def forward(self, batch: Batch) -> dict[str, Array]:
-        """Every op's outputs by global name, such as "layers.0.attention.q", in order of execution."""
+    def forward(self, batch: Batch, dropout: DropoutKey | None = None) -> dict[str, Array]:
+        """Every op's outputs by global name, such as "layers.0.attention.q", in order of execution.
+
+        dropout: what masks are drawn for; None drops nothing.
+        """
         values: dict[str, Array] = {}
-        for step in self._run(batch):
+        for step in self._run(batch, dropout):
             made = [name for op in step.program.ops for name in op.outputs]
             values |= {step.prefix + name: step.values[name] for name in made}
         return values
 
-    def loss_and_grads(self, batches: Sequence[Batch]) -> tuple[float, dict[str, Array]]:
+    def loss_and_grads(
+        self, batches: Sequence[Batch], dropout: DropoutKey | None = None
+    ) -> tuple[float, dict[str, Array]]:
         """The objective over all batches as one step (`core.objective`), and its gradients by canonical name.
 
         A step without any target has only the terms of the loss that need none. Gradients are float32, or float64 in
@@ -74,7 +80,7 @@ class ReferenceModel:
         grads = {name: np.zeros_like(wide(value)) for name, value in self._params.items()}
         loss = 0.0
         for batch, seeds in zip(batches, term_seeds(self.program, batches), strict=True):
-            steps = self._run(batch)
+            steps = self._run(batch, dropout)
             loss += sum(seed * float(step.values[value]) for step in steps for value, seed in _seeded(step, seeds))
             self._backward(steps, seeds, grads)
         return loss, grads
@@ -103,7 +109,7 @@ class ReferenceModel:
             for slot in program.slots.values()
         }
 
-    def _run(self, batch: Batch) -> list[_Step]:
+    def _run(self, batch: Batch, dropout: DropoutKey | None) -> list[_Step]:
         """Forward through every program, keeping all values."""
         batch.check_vocabulary(self.program.spec.vocab_size)
         stream: dict[str, Any] = {
@@ -112,10 +118,13 @@ class ReferenceModel:
             "segment_ids": batch.segment_ids,
             "labels": batch.labels,
             "loss_mask": batch.weights,
+            **dropout_inputs(self.program, batch, dropout),
         }
+        keys = stream.pop("dropout_keys")
         wide_dtype = wide(next(iter(self._params.values()))).dtype
         steps = []
-        for prefix, program in self.program.steps:
+        for index, (prefix, program) in enumerate(self.program.steps):
+            stream["dropout_key"] = None if keys is None else keys[index]
             values = {value.name: stream[value.name] for value in program.inputs}
             values |= {c.name: np.asarray(c.data, np.float32).astype(wide_dtype) for c in program.constants}
             weights = self._weights(prefix, program)

@@ -24,6 +24,7 @@ from duomesh.core.batch import IGNORE
 from duomesh.core.ir.ops import KINDS
 from duomesh.kernels.reference.activations import ACTIVATIONS
 from duomesh.kernels.reference.arrays import log_softmax, merge_last, wide
+from duomesh.kernels.reference.dropout import kept
 from duomesh.kernels.reference.experts import (
     balance_sum,
     combine,
@@ -234,6 +235,21 @@ def activation(x: Array, *, activation: str) -> Array:
 def add(x: Array, y: Array) -> Array:
     """x + y."""
     return np.asarray(x + y)
+
+
+def dropout(
+    x: Array, samples: Array | None, places: Array | None, key: Array | None, *, rate: float, site: int
+) -> Array:
+    """x / (1 - rate) where it is kept, else 0; x without a key. [B, S, ...], [B], [S], [2] -> [B, S, ...].
+
+    1 / (1 - rate) is rounded to x's dtype, and the product once more.
+
+    Source: Srivastava et al. 2014, "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", section 10.
+    """
+    if samples is None or places is None or key is None:
+        return x
+    keep = kept(samples, places, key, features=prod(x.shape[2:]), rate=rate, site=site).reshape(x.shape)
+    return np.where(keep, x * np.asarray(1 / (1 - rate), x.dtype), np.zeros_like(x))
 
 
 def softcap(x: Array, *, cap: float) -> Array:

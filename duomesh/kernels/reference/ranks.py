@@ -76,21 +76,25 @@ class Ranks:
     ) -> Local:
         """Takes a value through steps and records their collectives.
 
-        rows: whole, by the value's first dims, which of its rows exist; an all-to-all sends no others.
+        rows: whole, by the value's first dims, which of its rows exist; no others move.
         """
         current = dict(layout)
         for step in path:
-            if rows is not None and step.action is Action.ALL_TO_ALL:
-                first = names[: rows.ndim]
-                there = self.spread(rows, first, {a: s if s.dim in first else INVARIANT for a, s in current.items()})
-                buffer = sum(int(array.sum()) for array in there) * local[0].size // there[0].size // len(local)
-                local = self._moved(local, names, sizes, current, step)[0]
-            else:
-                local, buffer = self._moved(local, names, sizes, current, step)
+            moved, buffer = self._moved(local, names, sizes, current, step)
+            if rows is not None:
+                is_gather = step.action is Action.ALL_GATHER
+                layout, held = (step.apply(current), moved) if is_gather else (current, local)
+                buffer = self._existing(rows, names, layout, held)
             if step.action.is_collective:
                 self.record(phase, step.action, step.axes, buffer)
-            current = step.apply(current)
+            local, current = moved, step.apply(current)
         return local
+
+    def _existing(self, rows: Array, names: Sequence[str], layout: Layout, held: Local) -> int:
+        """Elements of the rows that exist, a mean over ranks."""
+        first = names[: rows.ndim]
+        there = self.spread(rows, first, {a: s if s.dim in first else INVARIANT for a, s in layout.items()})
+        return sum(int(array.sum()) for array in there) * held[0].size // there[0].size // len(held)
 
     def record(self, phase: str, action: Action, axes: Sequence[str], elements: int) -> None:
         """Groups of one rank issue nothing."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from duomesh.core.arrays import Array
 from duomesh.core.batch import Batch
+from duomesh.core.dropout import DropoutKey, dropout_inputs
 from duomesh.core.ir.values import Axes
 from duomesh.core.objective import term_seeds
 from duomesh.core.sharding.collectives import inner_axes
@@ -82,12 +83,16 @@ class ShardedModel:
 
     # Forward
 
-    def run(self, batch: Batch) -> list[Applied]:
-        """Every program in order."""
+    def run(self, batch: Batch, dropout: DropoutKey | None = None) -> list[Applied]:
+        """Every program in order. dropout: what masks are drawn for; None drops nothing."""
         self._run_time = {"batch": batch.tokens.shape[0], "seq": batch.tokens.shape[1]}
-        stream = self._data(batch)
+        counted = dropout_inputs(self.sharded.model, batch, dropout)
+        keys = counted.pop("dropout_keys")
+        stream = self._data(batch, counted)
         applied = []
         for index, (prefix, stage, program) in enumerate(self.sharded.steps):
+            if keys is not None:
+                stream["dropout_key"] = [keys[index]] * self.sharded.mesh.world_size
             values = {v.name: stream[v.name] for v in program.program.inputs if v.name in stream}
             for constant in program.program.constants:
                 whole = np.asarray(constant.data, np.float32).astype(np.float64)
@@ -98,20 +103,25 @@ class ShardedModel:
             applied.append(step)
         return applied
 
-    def _data(self, batch: Batch) -> dict[str, Local]:
+    def _data(self, batch: Batch, counted: Mapping[str, Array | None]) -> dict[str, Local]:
+        """Each rank's part of the batch: of samples, of positions, or of both."""
         data = {
             "tokens": batch.tokens,
             "positions": batch.resolved_positions,
             "segment_ids": batch.segment_ids,
             "labels": batch.labels,
             "loss_mask": batch.weights.astype(np.float64),
+            **counted,
         }
-        layout = {axis: rule.state(rule.data) for axis, rule in self.sharded.rules.items()}
-        return {
-            name: self.ranks.spread(array, ("batch", "seq"), layout)
-            for name, array in data.items()
-            if array is not None
-        }
+        axes = {"samples": ("batch",), "places": ("seq",)}
+        out: dict[str, Local] = {}
+        for name, array in data.items():
+            if array is not None:
+                names = axes.get(name, ("batch", "seq"))
+                rules = self.sharded.rules.items()
+                layout = {axis: rule.state(rule.data if rule.data in names else None) for axis, rule in rules}
+                out[name] = self.ranks.spread(array, names, layout)
+        return out
 
     def forward(self, step: Applied) -> None:
         """Runs one program's instructions in order."""
@@ -177,9 +187,11 @@ class ShardedModel:
 
     # Backward
 
-    def loss_and_grads(self, batches: Sequence[Batch]) -> tuple[float, dict[str, Array]]:
+    def loss_and_grads(
+        self, batches: Sequence[Batch], dropout: DropoutKey | None = None
+    ) -> tuple[float, dict[str, Array]]:
         """The step's objective and whole gradients by canonical name."""
-        loss, totals = self.local_grads(batches)
+        loss, totals = self.local_grads(batches, dropout)
         grads: dict[str, Array] = {}
         for (name, stage), local in totals.items():
             layout = dual_layout(self.sharded.params[name, stage])
@@ -187,7 +199,9 @@ class ShardedModel:
             grads[name] = grads[name] + made if name in grads else made
         return loss, grads
 
-    def local_grads(self, batches: Sequence[Batch]) -> tuple[float, dict[tuple[str, int], Local]]:
+    def local_grads(
+        self, batches: Sequence[Batch], dropout: DropoutKey | None = None
+    ) -> tuple[float, dict[tuple[str, int], Local]]:
         """The objective, and what each rank has of the gradients before any sum over ranks, by (name, stage).
 
         They are in the duals of the parameters' layouts.
@@ -195,16 +209,20 @@ class ShardedModel:
         totals = {key: [np.zeros_like(x) for x in local] for key, local in self.params.items()}
         loss = 0.0
         for batch, seeds in zip(batches, term_seeds(self.sharded.model, batches), strict=True):
-            loss += self.add_grads(batch, seeds, totals)
+            loss += self.add_grads(batch, seeds, totals, dropout)
         return loss, totals
 
     def add_grads(
-        self, batch: Batch, seeds: Mapping[tuple[str, str], float], totals: dict[tuple[str, int], Local]
+        self,
+        batch: Batch,
+        seeds: Mapping[tuple[str, str], float],
+        totals: dict[tuple[str, int], Local],
+        dropout: DropoutKey | None = None,
     ) -> float:
         """One micro-batch: adds its gradients, and returns its part of the objective."""
         loss = 0.0
         stream: dict[str, Local] = {}
-        for step in reversed(self.run(batch)):
+        for step in reversed(self.run(batch, dropout)):
             loss += self.backward(step, seeds, stream, totals)
         return loss
 

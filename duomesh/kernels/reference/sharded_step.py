@@ -100,7 +100,7 @@ class ShardedTraining(ShardedModel):
         loss = super().backward(step, seeds, stream, totals)
         self._release(used)
         ready = self.storage.used(step.index) if zero == 3 else self._of_step(step.index) if zero == 2 else []
-        for bucket in ready:
+        for bucket in reversed(ready):
             self._scatter(bucket, totals, "backward" if zero == 3 else "sync")
         return loss
 

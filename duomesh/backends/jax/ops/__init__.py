@@ -18,6 +18,7 @@ from duomesh.backends.jax.ops.dense import (
     scale,
     softcap,
 )
+from duomesh.backends.jax.ops.dropout import dropout
 from duomesh.backends.jax.ops.loss import cross_entropy, masked_sum
 from duomesh.core.ir.ops import EXPERT_KINDS, KINDS
 
@@ -27,6 +28,7 @@ __all__ = [
     "add",
     "attention",
     "cross_entropy",
+    "dropout",
     "embedding",
     "glu",
     "linear",

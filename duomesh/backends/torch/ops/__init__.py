@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from duomesh.backends.torch.moves import reshard
 from duomesh.backends.torch.ops.attend import attention
 from duomesh.backends.torch.ops.dense import (
     activation,
@@ -18,7 +19,9 @@ from duomesh.backends.torch.ops.dense import (
     scale,
     softcap,
 )
+from duomesh.backends.torch.ops.dropout import dropout
 from duomesh.backends.torch.ops.loss import cross_entropy, masked_sum
+from duomesh.backends.torch.ops.split import gathered_linear, split_cross_entropy, split_embedding, split_norm
 from duomesh.core.ir.ops import EXPERT_KINDS, KINDS
 
 __all__ = [
@@ -27,15 +30,21 @@ __all__ = [
     "add",
     "attention",
     "cross_entropy",
+    "dropout",
     "embedding",
+    "gathered_linear",
     "glu",
     "linear",
     "masked_sum",
     "norm",
+    "reshard",
     "rope",
     "rope_table",
     "scale",
     "softcap",
+    "split_cross_entropy",
+    "split_embedding",
+    "split_norm",
 ]
 
 OPS: dict[str, Callable[..., Any]] = {kind: globals()[kind] for kind in KINDS if kind not in EXPERT_KINDS}

@@ -13,7 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["activation", "add", "embedding", "glu", "linear", "norm", "rope", "rope_table", "scale", "softcap", "wide"]
+__all__ = [
+    "activation",
+    "add",
+    "embedding",
+    "glu",
+    "linear",
+    "norm",
+    "rope",
+    "rope_table",
+    "scale",
+    "softcap",
+    "unpacked",
+    "wide",
+]
 
 
 def wide(x: Tensor) -> Tensor:
@@ -86,7 +99,13 @@ def linear(
     """[..., in dims] by a pack [sum of rows, in] -> one [..., *out] for each of `outs`."""
     if in_dims > 1:
         x = x.flatten(-in_dims)
-    y = F.linear(x, weight, bias if all(biased) else None)
+    return unpacked(F.linear(x, weight, bias if all(biased) else None), bias, outs, biased)
+
+
+def unpacked(
+    y: Tensor, bias: Tensor | None, outs: tuple[tuple[int, ...], ...], biased: tuple[bool, ...]
+) -> tuple[Tensor, ...]:
+    """The results of a pack, each in its own shape, with the biases that not all of them have."""
     rows = [prod(out) for out in outs]
     parts = list(y.split(rows, -1)) if len(outs) > 1 else [y]
     if bias is not None and not all(biased):

@@ -1,15 +1,15 @@
 """Which row every box is in, and the order of boxes within a row.
 
 A wire that passes rows has an item of its own in each of them, a *lane*, so that it has a place beside the boxes. Items
-of a row are ordered so that few wires cross: sweeps that sort a row by the mean place of what it is linked with, then
-exchanges of neighbours (Sugiyama, Tagawa and Toda 1981). Everything is deterministic.
+of a row are ordered so that few wires cross: row after row is sorted by the mean place of what it is linked with, down
+and up a few times (Sugiyama, Tagawa and Toda 1981). Everything is deterministic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import combinations
 
 from duomesh.core.sharding.picture.graph import Wire
 
@@ -32,7 +32,7 @@ class Link:
 class Rows:
     """Items by row, from left to right; nodes have their own numbers, lanes come after them.
 
-    links: by gap, gap i being below row i. lanes: the wire of every lane.
+    links: by gap, gap i being below row i; none below the last. lanes: the wire of every lane.
     """
 
     items: tuple[tuple[int, ...], ...]
@@ -93,7 +93,7 @@ def _rows(num_nodes: int, wires: Sequence[Wire], late: Collection[int]) -> list[
     for node in range(num_nodes):
         if not before[node] and after[node]:  # what comes from outside enters where it is used
             row[node] = min(row[a] for a in after[node]) - 1
-    return [r - min(row) for r in row]
+    return row
 
 
 def _ancestors(node: int, before: Sequence[Sequence[int]]) -> set[int]:
@@ -128,7 +128,6 @@ class _Orderer:
             self._items = [sorted(row, key=lambda item: item not in self._streams) for row in start]
             for sweep in range(2 * _SWEEPS):
                 self._sweep(downwards=sweep % 2 == 0)
-                self._exchange()
                 found[tuple(map(tuple, self._items))] = sum(map(self._crossings, range(len(self._links))))
         return [order for order, crossings in found.items() if crossings == min(found.values())]
 
@@ -141,41 +140,21 @@ class _Orderer:
 
     def _wanted(self, row: int, *, downwards: bool) -> dict[int, float]:
         """For each item of a row the mean place, scaled to its own row, of those that it is linked with."""
-        other = self._items[row - 1 if downwards else row + 1]
-        place = {item: i / max(1, len(other) - 1) * max(1, len(self._items[row]) - 1) for i, item in enumerate(other)}
+        other, links = (row - 1, self._links[row - 1]) if downwards else (row + 1, self._links[row])
+        scale = max(1, len(self._items[row]) - 1) / max(1, len(self._items[other]) - 1)
+        place = {item: i * scale for i, item in enumerate(self._items[other])}
         found: dict[int, list[float]] = {}
-        for link in self._links[row - 1 if downwards else row]:
-            mine, theirs = (link.lower, link.upper) if downwards else (link.upper, link.lower)
-            exits = 1 + max(k.exit for k in self._links[row - 1 if downwards else row] if k.upper == link.upper)
-            found.setdefault(mine, []).append(place[theirs] + (link.exit / exits if downwards else 0.0))
+        for link in links:
+            if downwards:
+                exits = 1 + max(k.exit for k in links if k.upper == link.upper)
+                found.setdefault(link.lower, []).append(place[link.upper] + link.exit / exits)
+            else:
+                found.setdefault(link.upper, []).append(place[link.lower])
         return {item: sum(places) / len(places) for item, places in found.items()}
 
-    def _exchange(self) -> None:
-        """Exchanges neighbours as long as that removes crossings."""
-        is_better = True
-        while is_better:
-            is_better = False
-            for number, row in enumerate(self._items):
-                for i, (left, right) in enumerate(pairwise(row)):
-                    if left in self._streams or right in self._streams:
-                        continue
-                    before = self._around(number)
-                    row[i], row[i + 1] = right, left
-                    if self._around(number) < before:
-                        is_better = True
-                        break
-                    row[i], row[i + 1] = left, right
-
-    def _around(self, row: int) -> int:
-        return sum(self._crossings(gap) for gap in (row - 1, row) if gap >= 0)
-
     def _crossings(self, gap: int) -> int:
-        if gap + 1 >= len(self._items):
+        if not self._links[gap]:
             return 0
-        above, below = (_places(self._items[row]) for row in (gap, gap + 1))
-        ends = [((above(link.upper), link.exit), below(link.lower)) for link in self._links[gap]]
+        above, below = ({item: i for i, item in enumerate(self._items[row])} for row in (gap, gap + 1))
+        ends = [((above[link.upper], link.exit), below[link.lower]) for link in self._links[gap]]
         return sum((a[0] < b[0] and a[1] > b[1]) or (a[0] > b[0] and a[1] < b[1]) for a, b in combinations(ends, 2))
-
-
-def _places(row: list[int]) -> Callable[[int], int]:
-    return {item: place for place, item in enumerate(row)}.__getitem__

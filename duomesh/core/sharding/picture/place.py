@@ -44,6 +44,16 @@ class _Turn:
         return crossed + 4 * sum(x == other.start for x in self.ends)
 
 
+def _inserted(turns: list[_Turn], new: _Turn) -> list[_Turn]:
+    """Turns from above with one more among them, where it costs least."""
+    costs = [
+        sum(turn.cost_above(new) for turn in turns[:at]) + sum(new.cost_above(turn) for turn in turns[at:])
+        for at in range(len(turns) + 1)
+    ]
+    at = costs.index(min(costs))
+    return [*turns[:at], new, *turns[at:]]
+
+
 class _Router:
     def __init__(self, rows: Rows, nodes: Sequence[Node], wires: Sequence[Wire]) -> None:
         self._rows, self._nodes, self._wires = rows, nodes, wires
@@ -102,14 +112,13 @@ class _Router:
         turns: list[_Turn] = []
         for wire, links in by_wire.items():
             turn = _Turn(wire, self._start(links[0]), tuple(self._entries[k] for k in links))
-            if any(x != turn.start for x in turn.ends):
-                at = len(turns)
-                while at and turn.cost_above(turns[at - 1]) < turns[at - 1].cost_above(turn):
-                    at -= 1
-                turns.insert(at, turn)
+            turns += [turn] if any(x != turn.start for x in turn.ends) else []
+        ordered: list[_Turn] = []
+        for turn in (*turns, *turns):  # once more, now that the others have their places
+            ordered = _inserted([other for other in ordered if other != turn], turn)
         tracks: dict[int, int] = {}
-        for i, turn in enumerate(turns):
-            tracks[turn.wire] = max((tracks[t.wire] + 1 for t in turns[:i] if t.meets(turn)), default=0)
+        for i, turn in enumerate(ordered):
+            tracks[turn.wire] = max((tracks[t.wire] + 1 for t in ordered[:i] if t.meets(turn)), default=0)
         return tracks
 
     def _heights(self) -> tuple[list[float], list[float]]:

@@ -1,0 +1,284 @@
+"""Weights and optimizer state of one rank, as whole host arrays under canonical names: on one device, and on a mesh.
+
+`OneDevice` keeps stored tensors as they are. `OnMesh` keeps them in flat buckets. Both answer the same calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from duomesh.backends.torch.arrays import to_array, to_tensor
+from duomesh.backends.torch.flat import FlatOptimizer, FlatParams
+from duomesh.backends.torch.groups import Groups
+from duomesh.backends.torch.lower import LoweredModel
+from duomesh.backends.torch.optim import Optimizer
+from duomesh.backends.torch.reduce import GradientSums, leaves_of
+from duomesh.backends.torch.units import Units
+from duomesh.backends.torch.whole import part_of, whole_param
+from duomesh.core.arrays import Array
+from duomesh.core.session import AdamW
+from duomesh.core.sharding.storage import Bucket, Member, Storage
+
+__all__ = ["OnMesh", "OneDevice", "State"]
+
+
+class State(Protocol):
+    """What a session needs of its weights and optimizer. Whole arrays go by canonical name."""
+
+    optimizer: Any  # None until there is one
+
+    @property
+    def config(self) -> AdamW: ...
+    def set_param(self, name: str, whole: Array) -> None: ...
+    def end_of_params(self) -> None:
+        """After the last `set_param`."""
+
+    def params(self) -> Iterator[tuple[str, Array]]: ...
+    def begin_step(self) -> None: ...
+    def begin_micro_batch(self, *, is_last: bool) -> None: ...
+    def end_micro_batch(self, *, is_only: bool) -> None: ...
+    def end_step(self) -> None: ...
+    def grads(self) -> Iterator[tuple[str, Array]]:
+        """Whole gradients, after `end_step`."""
+
+    def norm(self) -> Tensor:
+        """Global norm of the gradients, a wide scalar."""
+
+    def init_optimizer(self, config: AdamW) -> None: ...
+    def update(self, lr: float, *, scale: float) -> None: ...
+    def step_count(self) -> int: ...
+    def optimizer_state(self) -> Iterator[tuple[str, str, Array]]: ...
+    def begin_load(self, config: AdamW, step_count: int) -> None: ...
+    def set_state(self, group: str, name: str, whole: Array) -> None: ...
+    def end_load(self) -> None: ...
+
+
+class OneDevice:
+    """Stored tensors as autograd and the optimizer know them; nothing moves."""
+
+    def __init__(self, model: LoweredModel, wide: torch.dtype) -> None:
+        self._program, self._wide = model.program, wide
+        self._stored = dict(model.named_parameters())
+        self._sums: dict[str, Tensor] = {}
+        self.optimizer: Optimizer | None = None
+        self._loading: dict[tuple[str, str], Tensor] = {}
+
+    def _rows(self, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+        """The rows of a stored tensor that hold one canonical parameter, as a view."""
+        place = self._program.placements[name]
+        return tensors[place.storage][place.start : place.stop]
+
+    def _canonical(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Array]]:
+        for name in self._program.placements:
+            yield name, to_array(self._rows(tensors, name))
+
+    @torch.no_grad()
+    def set_param(self, name: str, whole: Array) -> None:
+        self._rows(self._stored, name).copy_(to_tensor(whole))
+
+    def end_of_params(self) -> None:
+        """Nothing is derived from them."""
+
+    def params(self) -> Iterator[tuple[str, Array]]:
+        return self._canonical(self._stored)
+
+    def begin_step(self) -> None:
+        self._sums = {}
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """Gradients need no preparation."""
+
+    def end_micro_batch(self, *, is_only: bool) -> None:
+        for name, parameter in self._stored.items():
+            grad, parameter.grad = parameter.grad, None
+            assert grad is not None, name
+            if name in self._sums:
+                self._sums[name].add_(grad)
+            else:
+                self._sums[name] = grad if is_only else grad.to(self._wide)
+
+    def end_step(self) -> None:
+        """Nothing to wait for."""
+
+    def grads(self) -> Iterator[tuple[str, Array]]:
+        return self._canonical(self._sums)
+
+    def norm(self) -> Tensor:
+        norms = torch._foreach_norm(list(self._sums.values()), 2, dtype=self._wide)
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def init_optimizer(self, config: AdamW) -> None:
+        slots = self._program.slots
+        self.optimizer = Optimizer(self._stored, {name: slots[name].is_decayed for name in self._stored}, config)
+
+    def _made(self) -> Optimizer:
+        assert self.optimizer is not None
+        return self.optimizer
+
+    @property
+    def config(self) -> AdamW:
+        return self._made().config
+
+    def update(self, lr: float, *, scale: float) -> None:
+        self._made().step(self._sums, lr, scale=scale)
+
+    def step_count(self) -> int:
+        return self._made().step_count
+
+    def optimizer_state(self) -> Iterator[tuple[str, str, Array]]:
+        by_group: dict[str, dict[str, Tensor]] = {}
+        for group, name, tensor in self._made().state():
+            by_group.setdefault(group, {})[name] = tensor
+        for group, tensors in by_group.items():
+            for name, array in self._canonical(tensors):
+                yield group, name, array
+
+    def begin_load(self, config: AdamW, step_count: int) -> None:
+        self.init_optimizer(config)
+        self._loading = self._made().begin_load(step_count)
+
+    @torch.no_grad()
+    def set_state(self, group: str, name: str, whole: Array) -> None:
+        place = self._program.placements[name]
+        self._loading[group, place.storage][place.start : place.stop].copy_(to_tensor(whole))
+
+    def end_load(self) -> None:
+        self._loading = {}
+        self._made().round_params()
+
+
+class OnMesh:
+    """Flat buckets; see `core.sharding.storage`."""
+
+    def __init__(
+        self, model: LoweredModel, storage: Storage, groups: Groups, grad_dtype: torch.dtype, wide: torch.dtype
+    ) -> None:
+        self._storage, self._groups, self._wide = storage, groups, wide
+        self._model = model
+        self._sharded = storage.sharded
+        self._extents = storage.sharded.extents(batch=1, seq=1)
+        self._program = model.program
+        self._leaves = leaves_of(model, storage)
+        self._flat = FlatParams(self._leaves, storage, groups)
+        self._units = Units(storage, self._flat) if storage.zero == 3 else None
+        done = None if self._units is None else self._units.done
+        self._sums = GradientSums(self._leaves, storage, groups, grad_dtype, done)
+        if self._units is not None:
+            model.units = self._units
+            self._flat.keep_ranges()
+        self.optimizer: FlatOptimizer | None = None
+
+    # Parameters
+
+    def _bucket(self, name: str) -> tuple[Bucket, Member]:
+        bucket = self._storage.by_param[name, 0]
+        return bucket, next(member for member in bucket.members if member.name == name)
+
+    def _part(self, name: str, whole: Array) -> Tensor:
+        """This rank's flattened part of a whole parameter."""
+        layout = self._sharded.params[name, 0]
+        part = part_of(whole, self._program.params[name], layout, self._extents, self._groups)
+        return to_tensor(part).reshape(-1)
+
+    def _whole(self, name: str, local: Tensor) -> Array:
+        layout = self._sharded.params[name, 0]
+        return whole_param(local, self._program.params[name], layout, self._extents, self._groups)
+
+    def _all(self, owned: Mapping[str, Tensor]) -> Iterator[tuple[str, Array]]:
+        """Whole parameters from the ranges that ranks own of buckets, one bucket at a time."""
+        full: tuple[str, Tensor] | None = None
+        for name in self._program.params:
+            bucket, member = self._bucket(name)
+            if full is None or full[0] != bucket.name:
+                full = bucket.name, self._full(bucket, owned)
+            yield name, self._whole(name, full[1][member.start : member.start + member.size])
+
+    @torch.no_grad()
+    def set_param(self, name: str, whole: Array) -> None:
+        bucket, member = self._bucket(name)
+        local = self._part(name, whole)
+        mine = bucket.flat(self._groups.place(bucket.shared)).start
+        for found, low, high in bucket.slices(self._groups.place(bucket.shared)):
+            if found is member:
+                at = member.start + low - mine
+                self._flat.own(bucket)[at : at + high - low].copy_(local[low:high])
+
+    def end_of_params(self) -> None:
+        if self._storage.zero < 3:
+            self._flat.gather()
+
+    def params(self) -> Iterator[tuple[str, Array]]:
+        owned = {bucket.name: self._flat.own(bucket) for bucket in self._storage.buckets}
+        return self._all(owned)
+
+    # Gradients
+
+    def begin_step(self) -> None:
+        self._sums.reset()
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        self._sums.start(is_last=is_last)
+
+    def end_micro_batch(self, *, is_only: bool) -> None:
+        self._sums.finish_micro_batch()
+
+    def end_step(self) -> None:
+        self._sums.finish()
+
+    def grads(self) -> Iterator[tuple[str, Array]]:
+        return self._all(self._sums.owned)
+
+    def _full(self, bucket: Bucket, owned: Mapping[str, Tensor]) -> Tensor:
+        """All of a bucket, from the ranges of its owners."""
+        mine = owned[bucket.name]
+        if not bucket.shared:
+            return mine
+        out = mine.new_empty(bucket.size)
+        dist.all_gather_into_tensor(out, mine, group=self._groups.of(bucket.shared))
+        return out
+
+    def norm(self) -> Tensor:
+        return self._sums.norm(self._wide)
+
+    # Optimizer
+
+    def init_optimizer(self, config: AdamW) -> None:
+        decayed = {name: param.is_decayed for name, param in self._program.params.items()}
+        self.optimizer = FlatOptimizer(self._flat, decayed, config)
+
+    def _made(self) -> FlatOptimizer:
+        assert self.optimizer is not None
+        return self.optimizer
+
+    @property
+    def config(self) -> AdamW:
+        return self._made().inner.config
+
+    def update(self, lr: float, *, scale: float) -> None:
+        self._made().step(self._sums.owned, lr, scale=scale)
+
+    def step_count(self) -> int:
+        return self._made().inner.step_count
+
+    def optimizer_state(self) -> Iterator[tuple[str, str, Array]]:
+        by_group: dict[str, dict[str, Tensor]] = {}
+        for group, bucket, mine in self._made().state():
+            by_group.setdefault(group, {})[bucket.name] = mine
+        for group, owned in by_group.items():
+            for name, array in self._all(owned):
+                yield group, name, array
+
+    def begin_load(self, config: AdamW, step_count: int) -> None:
+        self.init_optimizer(config)
+        self._made().begin_load(step_count)
+
+    def set_state(self, group: str, name: str, whole: Array) -> None:
+        self._made().fill(group, *self._bucket(name), self._part(name, whole))
+
+    def end_load(self) -> None:
+        self._made().finish_load()

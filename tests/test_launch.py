@@ -1,0 +1,257 @@
+"""Starting ranks, joining them, and failures: whatever one rank does, all end soon and say which rank and where."""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from textwrap import dedent
+
+import numpy as np
+import pytest
+import torch
+from rank_targets import LIMITS, STEP, Fault, long_save, steps
+
+from duomesh.backends.torch.launch import is_launched, join, launch
+from duomesh.backends.torch.watch import Limits, Status, current, doing, judge, read_activity
+from duomesh.core.errors import BackendError, DataError
+
+SCRIPT = Path(__file__).resolve().parent / "rank_targets.py"
+
+# how -> the message, of the culprit's rank
+MESSAGES = {
+    "raise": rf'rank {{rank}}, during "{STEP}": ValueError: boom',
+    "user error": rf'rank {{rank}}, during "{STEP}": the text ends before the first token\. Give more text\.',
+    "sys.exit": rf'rank {{rank}}, during "{STEP}": SystemExit: 3',
+    "kill": rf'rank {{rank}} was killed by SIGKILL during "{STEP}"\.',
+    "os._exit": r"rank {rank} has given no sign of life for \d\.\d s; it last said ",
+    "lock": rf'rank {{rank}} ended with exit code 1 during "{STEP}"\.',
+    "hang": rf'rank {{rank}} hangs during "{STEP}": it has not got on for \d s \(rank \d is at "step ',
+    "leave out a collective": r"rank {rank} .* a rank left out a collective or met collectives in another order",
+}
+
+
+def assert_gone(directory: Path, world: int, *, within_s: float = 0.0) -> None:
+    """No process of a job is left."""
+    pids = [int((directory / f"pid{rank}").read_text()) for rank in range(world)]
+    end = time.monotonic() + within_s
+    while (alive := [pid for pid in pids if is_running(pid)]) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not alive
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and not only its exit code that nobody has asked for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def run_script(*words: object, torchrun: int = 0) -> subprocess.CompletedProcess[str]:
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(torchrun)] if torchrun else []
+    command = [sys.executable, *start, str(SCRIPT), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+# Jobs that work
+
+
+@pytest.mark.parametrize(("world", "target"), [(1, steps), (2, "rank_targets:steps"), (4, steps)])
+def test_launch_returns_the_result_of_rank_0(tmp_path: Path, world: int, target: object) -> None:
+    result = launch(world, target, Fault("none", 0, tmp_path), device="cpu", limits=LIMITS)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(result, np.full(3, sum(range(world)) * world**2))
+    assert_gone(tmp_path, world)
+
+
+def test_a_section_may_say_that_it_takes_long() -> None:
+    """Rank 1 waits longer than its limit, but for a rank that may take its time."""
+    assert launch(2, long_save, 2 * LIMITS.stall_s, device="cpu", limits=LIMITS) == "saved"
+
+
+def test_launch_leaves_signals_and_logging_as_they_were(tmp_path: Path) -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = [signal.getsignal(number) for number in numbers]
+    launch(1, steps, Fault("none", 0, tmp_path), device="cpu", limits=LIMITS)
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert not logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled
+
+
+def test_a_script_shows_what_rank_0_prints(tmp_path: Path) -> None:
+    done = run_script("none", 2, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "rank 0 is through\nthe result is [4.0, 4.0, 4.0]\n"
+
+
+def test_the_same_script_under_torchrun(tmp_path: Path) -> None:
+    done = run_script("none", tmp_path, torchrun=2)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 is through" in done.stdout and "rank 1 is through" in done.stdout
+
+
+# Jobs that fail
+
+
+@pytest.mark.parametrize(("world", "culprit"), [(2, 0), (2, 1), (4, 1)])
+@pytest.mark.parametrize("how", MESSAGES)
+def test_a_failing_rank_ends_the_job(tmp_path: Path, how: str, world: int, culprit: int) -> None:
+    begin = time.monotonic()
+    with pytest.raises(DataError if how == "user error" else BackendError) as failure:
+        launch(world, steps, Fault(how, culprit, tmp_path), device="cpu", limits=LIMITS)
+    assert time.monotonic() - begin < 20
+    assert re.match(MESSAGES[how].format(rank=culprit), str(failure.value)), failure.value
+    assert_gone(tmp_path, world)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "shown"),
+    [("raise", "BackendError", "in _fail"), ("user error", "DataError", ""), ("hang", "BackendError", "time.sleep")],
+)
+def test_the_last_line_on_screen_is_the_first_error(tmp_path: Path, how: str, error: str, shown: str) -> None:
+    """Before it comes the stack of the rank that failed, unless its user made the mistake."""
+    done = run_script(how, 2, tmp_path)
+    *before, last = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert re.match(f"{error}: {MESSAGES[how].format(rank=1)}", last), done.stderr
+    assert shown in "\n".join(before) and ("rank_targets.py" in "\n".join(before)) == bool(shown)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise", "kill", "hang", "leave out a collective"])
+def test_a_failing_rank_ends_torchrun(tmp_path: Path, how: str) -> None:
+    """The other rank says it, and torchrun shows it once more."""
+    done = run_script(how, tmp_path, torchrun=2)
+    said = MESSAGES[how].format(rank=1)
+    if how == "kill":
+        said = f'rank 1 has given no sign of life for .\\.. s; it last said "{STEP}"'
+    assert done.returncode != 0
+    assert re.search(f"^rank 0 stops. {said}", done.stderr, re.MULTILINE), done.stderr
+    root_cause = done.stderr.split("Root Cause")[1]
+    assert "rank      : 1 " in root_cause
+    assert how == "kill" or re.search("ValueError: boom" if how == "raise" else said, root_cause), root_cause
+    assert_gone(tmp_path, 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, number: int) -> None:
+    process = subprocess.Popen([sys.executable, str(SCRIPT), "hang", "2", str(tmp_path)], stderr=subprocess.DEVNULL)
+    try:
+        while not ((tmp_path / "pid0").exists() and (tmp_path / "pid1").exists()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(20) != 0
+    finally:
+        process.kill()
+    assert_gone(tmp_path, 2, within_s=20)
+
+
+# Mistakes
+
+
+def test_mistakes_are_told_before_a_rank_starts() -> None:
+    assert not is_launched()
+    with pytest.raises(BackendError, match="0 ranks were asked for"):
+        launch(0, steps)
+    with pytest.raises(BackendError, match="device 'tpu' is none that ranks run on"):
+        launch(2, steps, device="tpu")
+    for target in ("rank_targets", "rank_targets:absent", "absent:steps", ":steps"):
+        with pytest.raises(BackendError, match=f"'{target}' names no function .* Write 'package.module:function'"):
+            launch(2, target)
+    gpus = torch.cuda.device_count()
+    with pytest.raises(
+        BackendError, match=f"{gpus + 1} ranks on this host need {gpus + 1} GPUs, and torch finds {gpus}"
+    ):
+        launch(gpus + 1, steps, device="cuda")
+    with pytest.raises(BackendError, match=r"this process is no rank of a job .*RANK.* Start it with torchrun"):
+        join()
+    with pytest.raises(BackendError, match=r"dead_s=1\.0 with beat_s=0\.5; it must be at least 4\.0"):
+        Limits(dead_s=1.0)
+
+
+# What a process does, and what is made of it
+
+
+def test_the_innermost_section_is_where_an_error_was_raised() -> None:
+    doing("step 1")
+    number = current().number
+    with pytest.raises(ValueError) as error, doing("step 1, forward", stall_s=5):
+        with doing("layers.0", waits=True):
+            assert (current().text, current().waits, current().stall_s) == ("layers.0", True, None)
+        assert (current().text, current().waits, current().stall_s) == ("step 1, forward", False, 5)
+        with doing("layers.1"):
+            raise ValueError
+    assert error.value.doing == "layers.1"  # type: ignore[attr-defined]
+    assert (current().text, current().number) == ("step 1", number + 6)
+
+
+def test_a_shared_activity_outlives_its_process(tmp_path: Path) -> None:
+    source = f"""
+        import os, pathlib, signal
+        from duomesh.backends.torch.watch import doing, share_activity
+        doing("a text that is longer than the next")
+        share_activity(pathlib.Path({str(tmp_path / "doing")!r}))
+        doing("step 1")
+        with doing("\u00e9" * 1000):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    subprocess.run([sys.executable, "-c", dedent(source)], timeout=60, check=False)
+    assert read_activity(tmp_path / "doing") == "step 1"
+    assert read_activity(tmp_path / "absent") == ""
+
+
+def status(doing: str, for_s: float = 0.0, *, number: int = 0, waits: bool = False, is_done: bool = False) -> Status:
+    """That of a rank which may take 10 s."""
+    stack = "its stack" if for_s > 10 else ""
+    return Status(
+        beat=1,
+        doing=doing,
+        number=number,
+        for_s=for_s,
+        is_overdue=for_s > 10,
+        waits=waits,
+        is_done=is_done,
+        stack=stack,
+    )
+
+
+WAITS = status("step 3", 12, number=6, waits=True)
+DONE = status("finished", 50, number=9, is_done=True, waits=True)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "culprit", "sentence"),
+    [
+        ([status("step 3"), status("step 3", 9)], None, ""),
+        # one computes and may go on
+        ([WAITS, status("step 3", 9)], None, ""),
+        ([WAITS, WAITS, status("step 2", 11, number=4)], 2, 'rank 2 hangs during "step 2": it has not got on for 11 s'),
+        # both compute: the one behind
+        ([status("step 3", 20, number=7), status("step 2", 11, number=4)], 1, 'rank 1 hangs during "step 2"'),
+        ([status("step 3", 11, number=7), status("step 3", 20, number=7)], 1, "it has not got on for 20 s"),
+        # all wait: the odd one out, else the one ahead
+        (
+            [WAITS, status("step 4", 11, number=8, waits=True), WAITS],
+            1,
+            'rank 1 hangs during "step 4": a rank left out',
+        ),
+        ([status("step 4", 11, number=8, waits=True), WAITS], 0, '(rank 1 is at "step 3")'),
+        ([WAITS, WAITS], 0, "a rank left out a collective"),
+        # a rank waits at its end, as long as others run
+        ([DONE, status("step 9", 9)], None, ""),
+        ([DONE, DONE], None, ""),
+        ([WAITS, DONE, WAITS], 1, "rank 1 has finished, while others wait in a collective"),
+    ],
+)
+def test_who_holds_a_job_up(statuses: list[Status], culprit: int | None, sentence: str) -> None:
+    failure = judge(dict(enumerate(statuses)))
+    if culprit is None:
+        assert failure is None
+    else:
+        assert failure is not None and failure.rank == culprit and sentence in failure.sentence
+        assert "its stack" in failure.stack

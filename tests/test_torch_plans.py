@@ -1,0 +1,136 @@
+"""Plans on real ranks (gloo): values, gradients, norms and updates are those of one rank, and what the ranks issue is
+what the sharded program lists."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+from plan_matrix import AXES, MATRIX, PlanCase, pairs_of
+from plan_runs import VOCAB, Outcome, plan_batches, plan_model, reference_steps, run_largest, run_plan, run_trace
+from rank_pool import RankError, RankPool
+from sharding_cases import assert_same_grads, params_of
+
+from duomesh.core.bounds import bound
+from duomesh.core.ir.build import build_program
+from duomesh.core.sharding.storage import Bucket
+from duomesh.core.verify.compare import gradient_floor, relative_error
+from duomesh.kernels.reference.model import ReferenceModel
+
+
+@lru_cache
+def reference(ties: bool, dropout: bool, micro_batches: int, over: str = "head") -> Any:
+    return reference_steps(plan_model(ties=ties, dropout=dropout, over=over), micro_batches)
+
+
+def test_the_matrix_shows_every_possible_pair() -> None:
+    shown = set().union(*(pairs_of(case) for case in MATRIX))
+    singles = {entry for pair in shown for entry in pair}
+    assert singles == {(name, value) for name, values in AXES.items() for value in values}
+    assert len(MATRIX) <= 24 and all(case.is_possible for case in MATRIX)
+
+
+@pytest.mark.parametrize("case", MATRIX, ids=str)
+def test_a_plan_is_the_same_model(ranks: RankPool, case: PlanCase) -> None:
+    """float64: loss 1e-12, gradients 1e-10, norm 1e-12, parameters after three updates 1e-9, on every rank; and the
+    collectives are proved on every rank and step."""
+    spec = plan_model(ties=case.ties, dropout=case.dropout)
+    outcomes: list[Outcome] = ranks.run(case.world, run_plan, case.plan, spec, "float64")
+    assert len(outcomes) == case.world
+    loss, grads, history, params = reference(case.ties, case.dropout, case.micro_batches)
+    for outcome in outcomes:
+        assert outcome.differences == []
+        assert bool(outcome.recorded) == (case.world > 1)
+        assert abs(outcome.loss - loss) <= bound("loss", "float64") * abs(loss)
+        assert outcome.steps == outcomes[0].steps  # every rank reports the same numbers, to the bit
+        for (want_loss, want_norm), (got_loss, got_norm) in zip(history, outcome.steps, strict=True):
+            assert abs(got_loss - want_loss) <= bound("loss", "float64") * abs(want_loss)
+            assert abs(got_norm - want_norm) <= bound("global_norm", "float64") * want_norm
+    first = outcomes[0]
+    floor = gradient_floor(grads)
+    for name, want in grads.items():
+        assert relative_error(want, first.grads[name], floor=floor)[0] <= bound("gradient", "float64"), name
+    for name, want in params.items():
+        assert relative_error(want, first.params[name])[0] <= bound("updated_parameter", "float64"), name
+        assert np.array_equal(first.state["master", name], first.params[name]), name
+    assert all(np.array_equal(o.params[name], first.params[name]) for o in outcomes for name in params)
+
+
+@pytest.mark.parametrize("plan", ["tp=4", "tp=2,dp=2,sequence_parallel,zero=1", "dp=4,zero=3"])
+def test_a_plan_in_fp32(ranks: RankPool, plan: str) -> None:
+    """Within four times the error that one rank has in fp32, or the caps for small models."""
+    spec = plan_model()
+    loss, grads, _, _ = reference(False, False, 1)
+    (one,) = ranks.run(1, run_plan, "", spec, "float32")
+    got = ranks.run(4, run_plan, plan, spec, "float32")[0]
+    assert got.differences == []
+    assert abs(got.loss - loss) <= bound("loss", "float32", own_error=abs(one.loss - loss) / loss) * loss
+    floor = gradient_floor(grads)
+    for name, want in grads.items():
+        own = relative_error(want, one.grads[name], floor=floor)[0]
+        error = relative_error(want, got.grads[name], floor=floor)[0]
+        assert error <= bound("gradient", "float32", own_error=own), name
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=4,sequence_parallel", "dp=2,tp=2", "dp=4,zero=3"])
+@pytest.mark.parametrize("over", ["head", "all"])
+def test_every_value_of_a_pass(ranks: RankPool, plan: str, over: str) -> None:
+    """Joined over ranks, every op's output is that of one rank; what the types call equal is equal to the bit."""
+    spec = plan_model(over=over)
+    program = build_program(spec)
+    want = ReferenceModel(program, params_of(program)).forward(plan_batches(1)[0])
+    for got in ranks.run(4 if "4" in plan or "," in plan else 2, run_trace, plan, spec):
+        assert list(got) == list(want)
+        for name, value in want.items():
+            assert relative_error(value, got[name])[0] <= bound("value", "float64"), name
+
+
+def test_full_width_norms_under_tp(ranks: RankPool) -> None:
+    spec = plan_model(over="all")
+    loss, grads, _, _ = reference(False, False, 1, "all")
+    outcome = ranks.run(4, run_plan, "tp=2,dp=2,sequence_parallel", spec, "float64")[0]
+    assert outcome.differences == []
+    assert abs(outcome.loss - loss) <= bound("loss", "float64") * loss
+    assert_same_grads(outcome.grads, grads)
+
+
+def test_kv_heads_in_copies_on_eight_ranks(ranks: RankPool) -> None:
+    """Two kv heads over eight ranks: four copies of each, in one pack with the query heads."""
+    spec = plan_model()
+    loss, grads, _, _ = reference(False, False, 1)
+    for outcome in ranks.run(8, run_plan, "tp=8,sequence_parallel", spec, "float64"):
+        assert outcome.differences == []
+        assert abs(outcome.loss - loss) <= bound("loss", "float64") * loss
+        assert_same_grads(outcome.grads, grads)
+
+
+def run_wrong(rank: int, world: int, plan: str, spec: Any) -> Outcome:
+    """A rule broken on purpose: norm weights under sequence parallelism are not summed over tp."""
+    right = Bucket.rest
+    Bucket.rest = property(lambda bucket: ())  # type: ignore[method-assign,assignment]
+    try:
+        return run_plan(rank, world, plan, spec, "float64")
+    finally:
+        Bucket.rest = right  # type: ignore[method-assign]
+
+
+def test_a_missing_sum_is_seen(ranks: RankPool) -> None:
+    """The proof is no tautology: without one kind of sum gradients are wrong, and ranks drift apart."""
+    spec = plan_model()
+    _, grads, _, _ = reference(False, False, 1)
+    with pytest.raises((AssertionError, RankError)):
+        assert_same_grads(ranks.run(2, run_wrong, "tp=2,sequence_parallel", spec)[0].grads, grads)
+
+
+@pytest.mark.parametrize("plan", ["tp=4", "tp=4,sequence_parallel", "tp=2,dp=2,zero=3"])
+def test_no_rank_holds_whole_logits(ranks: RankPool, plan: str) -> None:
+    """No tensor of a step is as large as its samples' logits, or than a bucket."""
+    spec = plan_model()
+    samples, seq = 4, 64
+    for elements, op, bucket in ranks.run(4, run_largest, plan, spec, samples, seq):
+        logits = samples * seq * VOCAB // (2 if "dp" in plan else 1)
+        # scores of all heads of a rank are the largest activation of this small model
+        scores = samples * seq * seq * 8 // 4
+        assert elements < max(logits, bucket + 1, scores + 1), op

@@ -117,11 +117,13 @@ def new_session(
     dtype: ComputeDType = "float32",
     device: str | None = None,
     compile: bool = False,
+    plan: Plan | None = None,
 ) -> Session:
     """A backend's session without weights.
 
     Args:
         backend: "torch" or "jax".
+        plan: the layout on several ranks, which must be running (torchrun, or `backends.torch.launch`); None for one.
         dtype: compute dtype; bfloat16 trains with an fp32 master.
         device: such as "cpu" or "cuda"; None lets the backend choose.
         compile: compile on torch; JAX always does.
@@ -133,12 +135,14 @@ def new_session(
     if dtype not in get_args(ComputeDType):
         raise ConfigError(f"dtype {dtype!r} cannot be computed in; use one of {', '.join(get_args(ComputeDType))}.")
     options: dict[str, Any] = {"compute_dtype": dtype, "device": device, "compile": compile}
+    if plan is not None and plan.world_size > 1 and backend != "torch":
+        raise BackendError(f"{backend} cannot run on the ranks of a plan yet ({plan}); use backend='torch'.")
     program = build_program(spec)
     try:
         if backend == "torch":
             from duomesh.backends.torch.session import TorchSession
 
-            return TorchSession(program, **options)
+            return TorchSession(program, plan=plan, **options)
         if backend == "jax":
             from duomesh.backends.jax.session import JaxSession
 

@@ -1,20 +1,24 @@
-"""The sides that `verify` can compare: a backend, or transformers, with the same weights."""
+"""The sides that `verify` can compare, with equal weights: a backend, alone or on a plan's ranks, or transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from duomesh.api import BACKENDS, ModelSource, new_session, open_model
-from duomesh.core.arrays import DTYPES
+from duomesh.core.arrays import DTYPES, Array
 from duomesh.core.batch import Batch
-from duomesh.core.errors import ConfigError, SpecError
+from duomesh.core.errors import ConfigError, PlanError, SpecError
 from duomesh.core.ir.build import build_program
-from duomesh.core.session import ComputeDType
+from duomesh.core.plan.plan import Plan
+from duomesh.core.plan.validate import check
+from duomesh.core.session import ComputeDType, Trace
+from duomesh.core.spec.model import ModelSpec
 from duomesh.core.verify.run import Side, Tracer, VerifyReport, random_batch, verify_sides
 
-__all__ = ["PERTURB", "make_side", "verify"]
+__all__ = ["PERTURB", "make_side", "trace_on_rank", "verify"]
 
 _OPTIONS = ("device", "model")
 PERTURB = 0.1
@@ -22,11 +26,12 @@ PERTURB = 0.1
 
 @dataclass(frozen=True)
 class _Words:
-    """A side as written: `torch`, `jax:device=cpu`, `torch:model=DIR`."""
+    """A side as written: `torch`, `jax:device=cpu`, `torch:model=DIR`, `torch:tp=2,dp=2,zero=1`."""
 
     text: str
     framework: str
     options: dict[str, str]
+    plan: Plan
 
 
 def _parse(text: str) -> _Words:
@@ -35,23 +40,40 @@ def _parse(text: str) -> _Words:
     if framework not in frameworks:
         raise ConfigError(f"side {text!r}: {framework!r} is not one of {', '.join(frameworks)}.")
     options: dict[str, str] = {}
+    others = []
     for word in filter(None, rest.split(",")):
         key, equals, value = word.partition("=")
-        if key not in _OPTIONS or not equals or not value:
-            raise ConfigError(
-                f"side {text!r}: {word!r} sets none of the options {', '.join(f'{o}=...' for o in _OPTIONS)}."
-            )
-        options[key] = value
+        if key not in _OPTIONS:
+            others.append(word)
+        elif equals and value:
+            options[key] = value
+        else:
+            raise ConfigError(f"side {text!r}: {word!r} has no value; write {key}=...")
+    return _Words(text, framework, options, _plan(text, framework, others, options))
+
+
+def _plan(text: str, framework: str, words: list[str], options: dict[str, str]) -> Plan:
+    """What is no option of a side is a part of a plan."""
     if framework == "hf" and "device" in options:
         raise ConfigError(f"side {text!r}: the hf side runs on the cpu only.")
-    return _Words(text, framework, options)
+    try:
+        plan = Plan.parse(",".join(words))
+    except PlanError as error:
+        raise ConfigError(
+            f"side {text!r}: {error} Beside a plan, a side has the options {', '.join(f'{o}=...' for o in _OPTIONS)}."
+        ) from None
+    if framework != "torch" and plan.world_size > 1:
+        raise ConfigError(f"side {text!r}: {framework} cannot run on the ranks of a plan yet.")
+    return plan
 
 
 def make_side(text: str, source: ModelSource, *, seed: int = 0) -> Side:
-    """A side from its words. `model=DIR` takes its weights, and its conventions, from another model.
+    """A side from its words. `model=DIR` takes its weights, and its conventions, from another model; fields of a plan
+    run it on as many ranks, which are started for it.
 
     Raises:
-        ConfigError: the words are not a side. SpecError: the other checkpoint's model has other shapes.
+        ConfigError: the words are not a side. SpecError: the other checkpoint's model has other shapes. PlanError: the
+            model cannot be run by the plan.
     """
     words = _parse(text)
     if "model" in words.options:
@@ -60,28 +82,67 @@ def make_side(text: str, source: ModelSource, *, seed: int = 0) -> Side:
         if {n: p.shape for n, p in ours.items()} != {n: p.shape for n, p in theirs.items()}:
             raise SpecError(f"side {text!r}: its model has other parameters or shapes than {source.name}.")
         source = other
+    check(source.spec, words.plan)
 
     def open_side(dtype: str, weights: str) -> Tracer:
-        rounded = ((name, array.astype(DTYPES[weights])) for name, array in source.params())
+        computed = cast(ComputeDType, dtype)
+        if words.plan.world_size > 1:
+            return _OnRanks(source, words, computed, weights, seed)
         if words.framework == "hf":
             from duomesh.converters.hf.oracle import HfOracle
 
             if source.kind == "hf" and source.directory is not None:
                 # transformers reads the files itself: what our importer did to them is part of what is checked
-                return HfOracle.from_directory(
-                    source.directory, dtype=cast(ComputeDType, dtype), weights=cast(ComputeDType, weights)
-                )
-            return HfOracle(source.spec, rounded, dtype=cast(ComputeDType, dtype))
-        session = new_session(
-            source.spec,
-            backend=words.framework,
-            dtype=cast(ComputeDType, dtype),
-            device=words.options.get("device"),
-        )
-        session.load_params(rounded)
+                return HfOracle.from_directory(source.directory, dtype=computed, weights=cast(ComputeDType, weights))
+            return HfOracle(source.spec, _rounded(source, weights), dtype=computed)
+        device = words.options.get("device")
+        session = new_session(source.spec, backend=words.framework, dtype=computed, device=device)
+        session.load_params(_rounded(source, weights))
         return session
 
     return Side(text, words.framework, words.framework != "hf", open_side)
+
+
+def _rounded(source: ModelSource, weights: str) -> Iterator[tuple[str, Array]]:
+    return ((name, array.astype(DTYPES[weights])) for name, array in source.params())
+
+
+@dataclass(frozen=True)
+class _Payload:
+    """What every rank of a side is sent. model: what `open_model` finds, or a spec, with the seed of its weights."""
+
+    model: str | ModelSpec
+    seed: int
+    plan: Plan
+    dtype: ComputeDType
+    weights: str
+    device: str | None
+    batch: Batch
+    grads: bool
+
+
+class _OnRanks:
+    """A side that starts the ranks of its plan for every trace."""
+
+    def __init__(self, source: ModelSource, words: _Words, dtype: ComputeDType, weights: str, seed: int) -> None:
+        model = source.spec if source.kind == "preset" else str(source.directory)
+        self._make = partial(_Payload, model, seed, words.plan, dtype, weights, words.options.get("device"))
+        self._plan, self._device = words.plan, words.options.get("device")
+
+    def trace(self, batch: Batch, *, grads: bool) -> Trace:
+        from duomesh.backends.torch.launch import launch
+
+        target = "duomesh.sides:trace_on_rank"
+        made = launch(self._plan.world_size, target, self._make(batch, grads), device=self._device)
+        return cast(Trace, made)
+
+
+def trace_on_rank(context: object, payload: _Payload) -> Trace:
+    """One rank's part of a trace; each has the whole result."""
+    source = open_model(payload.model, seed=payload.seed, perturb=PERTURB)
+    session = new_session(source.spec, backend="torch", dtype=payload.dtype, device=payload.device, plan=payload.plan)
+    session.load_params(_rounded(source, payload.weights))
+    return session.trace(payload.batch, grads=payload.grads)
 
 
 def verify(
@@ -99,7 +160,7 @@ def verify(
 
     Args:
         model: a preset's name, a checkpoint directory, or a source.
-        sides: such as ["torch", "jax", "hf"].
+        sides: such as ["torch", "jax", "hf", "torch:tp=2,dp=2"].
         dtype: compute dtype of all sides.
         batch: what to run; None draws `batch_size` samples of `seq` random ids.
         seed: of the ids, and of a preset's weights; norm weights and biases are drawn with noise, since with gains of

@@ -13,6 +13,7 @@ import numpy as np
 
 from duomesh.core.arrays import DTYPES, Array
 from duomesh.core.batch import Batch, num_targets
+from duomesh.core.dropout import DropoutKey
 from duomesh.core.errors import BackendError
 from duomesh.core.init import initial_params
 from duomesh.core.ir.build import build_program
@@ -69,6 +70,7 @@ class FakeSession:
         self.count = self.calls = 0
         self.nan_in, self.nan_at, self.nan_tokens = nan_in, tuple(nan_at), tuple(nan_tokens)
         self.seen: list[list[Batch]] = []  # the batches of every train_step
+        self.keys: list[DropoutKey | None] = []  # and what it was to draw masks for
 
     def _rounded(self, name: str) -> Array:
         return self.master[name].astype(DTYPES[self.compute_dtype])
@@ -104,7 +106,9 @@ class FakeSession:
             grads["head.weight"] += delta.T @ embed[tokens]
         return math.nan if np.isin(batch.tokens, self.nan_tokens).any() else loss
 
-    def loss_and_grads(self, batches: Sequence[Batch]) -> tuple[float, dict[str, Array]]:
+    def loss_and_grads(
+        self, batches: Sequence[Batch], *, dropout: DropoutKey | None = None
+    ) -> tuple[float, dict[str, Array]]:
         grads = {name: np.zeros(param.shape) for name, param in self.program.params.items()}
         denominator = num_targets(batches)
         loss = sum(self._loss_sum(batch, grads) for batch in batches) / denominator
@@ -132,9 +136,10 @@ class FakeSession:
         self.config, self.count = config, 0
         self.moments = tuple({n: np.zeros_like(a) for n, a in self.master.items()} for _ in range(2))  # type: ignore
 
-    def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+    def train_step(self, batches: Sequence[Batch], lr: float, *, dropout: DropoutKey | None = None) -> StepResult:
         self.calls += 1
         self.seen.append(list(batches))
+        self.keys.append(dropout)
         assert self.config is not None
         c, denominator = self.config, num_targets(batches)
         if denominator == 0:

@@ -10,6 +10,7 @@ from typing import Any
 from spec_cases import BLOCK, model
 
 from duomesh.core.ir.build import build_program
+from duomesh.core.ir.kind import axis_names
 from duomesh.core.ir.program import ModelProgram, Program, ProgramBuilder, Term
 from duomesh.core.ir.values import Axis, Init, Param, Value
 from duomesh.core.sharding.mesh import Mesh
@@ -23,7 +24,7 @@ EXPERTS, SCORES, EXPERT_FFN = Axis("experts", 4), Axis("scores", 4), Axis("exper
 STREAM, WIDE, KEYS, HEADS = (BATCH, SEQ, EMBED), (BATCH, SEQ, FFN), (BATCH, SEQ, KV, DIM), (BATCH, SEQ, KV, Q, DIM)
 NUM_SAMPLES, LENGTH = 12, 24  # cut by meshes of up to 12 ranks, positions twice for zigzag
 ACTIVATIONS = ("silu", "gelu", "tanh", "sigmoid", "relu2")
-BASE = model(BLOCK, vocab_size=11, hidden_size=24, max_positions=64)
+BASE = model(BLOCK, vocab_size=11, hidden_size=24, max_positions=64, dropout=0.2)
 
 
 class _Block:
@@ -32,6 +33,8 @@ class _Block:
     def __init__(self, rng: Random, name: str) -> None:
         self._rng, self._b = rng, ProgramBuilder(name)
         self._values = [self._b.input(Value("x", STREAM))]
+        counted = (("samples", BATCH), ("places", SEQ), ("dropout_key", Axis("key", 2)))
+        self._counted = [self._b.input(Value(source, (axis,), "int")) for source, axis in counted]
         self._count = 0
         self._terms: dict[str, Value] = {}
 
@@ -47,6 +50,7 @@ class _Block:
                     self._add,
                     self._glu,
                     self._attention,
+                    self._dropout,
                     self._moe,
                 ]
             )()
@@ -125,6 +129,10 @@ class _Block:
         attrs: dict[str, Any] = {"scale": 0.5, "window": self._rng.choice([None, 5]), "softcap": None}
         self._values += self._b.op("attention", self._name("attention"), operands, **attrs)
 
+    def _dropout(self) -> None:
+        attrs: dict[str, Any] = {"rate": self._rng.choice([0.1, 0.5]), "site": self._count}
+        self._values += self._b.op("dropout", self._name("dropout"), [self._some(), *self._counted], **attrs)
+
     def _moe(self) -> None:
         """Router, dispatch, experts, combine; the losses of the router once in a block."""
         b, name, x = self._b, self._name("moe"), self._latest(STREAM)
@@ -182,8 +190,11 @@ def random_rule(rng: Random, axis: str, *, claims: bool) -> AxisRule:
 
 def random_states(rng: Random, model: ModelProgram, rule: AxisRule, size: int) -> dict[str, ProgramStates]:
     """Every op in a mode that it has, chosen at random: right, and rarely what anyone would want."""
-    data = rule.state(rule.data)
-    stream: dict[str, State] = dict.fromkeys(("tokens", "positions", "segment_ids", "labels", "loss_mask"), data)
+    stream = {
+        value.name: rule.state(rule.data if rule.data in axis_names(value.axes) else None)
+        for program in model.distinct
+        for value in program.inputs
+    }
     out: dict[str, ProgramStates] = {}
     for program in model.distinct:
         values = {v.name: stream[v.name] for v in program.inputs}

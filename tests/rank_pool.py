@@ -80,7 +80,7 @@ def _serve(connection: Connection, port: int, notes: Path) -> None:
     import torch
     from torch.distributed import TCPStore
 
-    from duomesh.backends.torch.watch import doing, share_activity
+    from duomesh.backends.torch.activity import doing, share_activity
 
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -108,7 +108,7 @@ def _end_with_parent() -> None:
 def _answer(data: bytes, store: TCPStore) -> _Answer:
     import torch.distributed as dist
 
-    from duomesh.backends.torch.watch import current
+    from duomesh.backends.torch.activity import activity_of
 
     try:
         case: _Case = pickle.loads(data)
@@ -122,7 +122,7 @@ def _answer(data: bytes, store: TCPStore) -> _Answer:
         return _Answer(pickle.dumps(case.function(case.rank, case.world, *case.arguments)))
     # whatever it is, pytest's own exceptions and exits too, belongs to the test
     except BaseException as error:
-        return _Answer(error=traceback.format_exc(), doing=getattr(error, "doing", current().text))
+        return _Answer(error=traceback.format_exc(), doing=activity_of(error))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -139,7 +139,7 @@ class _Rank:
 
     @property
     def doing(self) -> str:
-        from duomesh.backends.torch.watch import read_activity
+        from duomesh.backends.torch.activity import read_activity
 
         return read_activity(self.notes / "doing")
 

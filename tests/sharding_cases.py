@@ -12,6 +12,7 @@ from spec_cases import MLP, attention, model
 
 from duomesh.core.batch import IGNORE, Batch
 from duomesh.core.bounds import bound
+from duomesh.core.dropout import DropoutKey
 from duomesh.core.init import initial_params
 from duomesh.core.ir.build import build_program
 from duomesh.core.ir.program import ModelProgram
@@ -23,6 +24,7 @@ from duomesh.core.verify.compare import relative_error
 from duomesh.kernels.reference.model import ReferenceModel
 
 Array = npt.NDArray[Any]
+DROPOUT = DropoutKey(seed=5, step=3)  # for models that have dropout
 SPLIT = ("kv_heads", "ffn", "vocab")
 TP = AxisRule("tp", SPLIT)
 SP = AxisRule("tp", SPLIT, stream="seq", regathers=True)
@@ -53,6 +55,7 @@ MESHES: dict[str, list[tuple[AxisRule, int]]] = {
     "cp3": [(CP, 3)],
     "zigzag2": [(ZIGZAG, 2)],
     "zigzag3": [(ZIGZAG, 3)],
+    "dp2-tp2": [(DP, 2), (TP, 2)],
     "dp2-sp2": [(DP, 2), (SP, 2)],
     "dp2-zigzag2-sp2": [(DP, 2), (ZIGZAG, 2), (SP, 2)],
     "tp2-copies3": [(TP, 2), (COPIES, 3)],
@@ -117,6 +120,7 @@ MODELS: dict[str, ModelSpec] = {
         final_norm=NormSpec(kind="layer", eps=1e-3, has_bias=True),
         vocab_size=36,
     ),
+    "dropout": model(replace(wide(o_bias=True), mlp_post_norm=NORM), vocab_size=37, dropout=0.3),
 }
 # heads that 4 divides, so that every expert mesh fits
 _HEADS = attention(num_heads=8, num_kv_heads=4)
@@ -127,6 +131,7 @@ EXPERT_MODELS: dict[str, ModelSpec] = {
         replace(_HEADS, mlp=None, moe=replace(MOE, balance_coefficient=0.0)),
         vocab_size=37,
     ),
+    "experts_and_dropout": model(replace(_HEADS, mlp=WIDE, moe=MOE), vocab_size=37, dropout=0.2),
     "plain_experts": model(
         replace(_HEADS, mlp=None, moe=replace(MOE, is_gated=False, renormalize=False, activation="relu2")),
         vocab_size=36,
@@ -162,7 +167,8 @@ def batches(vocab: int = 36, seq: int = 12) -> list[Batch]:
         labels[0, : 5 + i] = IGNORE
         labels[3] = IGNORE
         mask = rng.uniform(0.5, 2.0, labels.shape).astype(np.float32)
-        out.append(Batch(np.ascontiguousarray(ids[:, :-1]), labels, mask))
+        samples = 4 * i + np.array([1, 0, 3, 2])
+        out.append(Batch(np.ascontiguousarray(ids[:, :-1]), labels, mask, sample_ids=samples))
     return out
 
 
@@ -176,7 +182,7 @@ def one_rank(name: str) -> tuple[dict[str, Array], float, dict[str, Array]]:
     """Parameters, loss and gradients without a mesh."""
     program = build_program(SPECS[name])
     params = params_of(program)
-    return params, *ReferenceModel(program, params).loss_and_grads(batches(SPECS[name].vocab_size))
+    return params, *ReferenceModel(program, params).loss_and_grads(batches(SPECS[name].vocab_size), DROPOUT)
 
 
 def assert_same_grads(got: dict[str, Array], want: dict[str, Array]) -> None:

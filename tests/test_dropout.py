@@ -29,7 +29,7 @@ from duomesh.kernels.reference.dropout import kept
 from duomesh.kernels.reference.model import ReferenceModel
 
 Array = npt.NDArray[Any]
-BACKENDS = ("jax",)
+BACKENDS = ("torch", "jax")
 KEY = DropoutKey(seed=11, step=7)
 SPEC = model(dropout=0.25, embedding_scale=3.0)
 # scanned, scanned over a pattern, not scanned
@@ -301,6 +301,26 @@ def test_only_a_training_step_drops_anything(backend: str) -> None:
     assert abs(result.grad_norm - norm) <= bound("global_norm", "float64") * norm
     plain.init_optimizer(AdamW())
     assert plain.train_step(batches(), 0.0, dropout=KEY).loss == plain.train_step(batches(), 0.0).loss
+
+
+def test_a_torch_program_is_compiled_once_for_all_layers_and_steps() -> None:
+    """Embed, tables, both layers, head and loss are five graphs; the keys of another step compile nothing."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    from duomesh.backends.torch.session import TorchSession
+
+    made = session(SPEC, "torch")
+    assert isinstance(made, TorchSession)
+    torch._dynamo.reset()
+    counters.clear()
+    for _, module in made.model.steps:
+        module.compile(fullgraph=True, dynamic=False, backend="eager")  # counts graphs without generating code
+    for step in range(3):
+        key = replace(KEY, step=step)
+        assert_same(made.loss_and_grads(batches(), dropout=key), reference(SPEC).loss_and_grads(batches(), key))
+        assert counters["stats"]["unique_graphs"] == 5
+    assert sum(counters["graph_break"].values()) == 0
 
 
 def test_the_step_of_jax_is_compiled_once_for_all_keys() -> None:

@@ -16,8 +16,10 @@ import pytest
 import torch
 from rank_targets import LIMITS, STEP, Fault, long_save, steps
 
+from duomesh.backends.torch.activity import activity_of, current, doing, read_activity
 from duomesh.backends.torch.launch import is_launched, join, launch
-from duomesh.backends.torch.watch import Limits, Status, current, doing, judge, read_activity
+from duomesh.backends.torch.verdict import Status, judge
+from duomesh.backends.torch.watch import Limits
 from duomesh.core.errors import BackendError, DataError
 
 SCRIPT = Path(__file__).resolve().parent / "rank_targets.py"
@@ -30,7 +32,8 @@ MESSAGES = {
     "kill": rf'rank {{rank}} was killed by SIGKILL during "{STEP}"\.',
     "os._exit": r"rank {rank} has given no sign of life for \d\.\d s; it last said ",
     "lock": rf'rank {{rank}} ended with exit code 1 during "{STEP}"\.',
-    "hang": rf'rank {{rank}} hangs during "{STEP}": it has not got on for \d s \(rank \d is at "step ',
+    "hang": rf'rank {{rank}} hangs during "{STEP}": it has not got on for \d s \(ranks? [\d, ]+: "step ',
+    "return": r"rank {rank} has finished, while others wait in a collective: a rank left out a collective",
     "leave out a collective": r"rank {rank} .* a rank left out a collective or met collectives in another order",
 }
 
@@ -107,6 +110,13 @@ def test_a_failing_rank_ends_the_job(tmp_path: Path, how: str, world: int, culpr
     assert_gone(tmp_path, world)
 
 
+@pytest.mark.parametrize("how", ["raise", "kill", "hang"])
+def test_a_rank_on_its_own_fails_alike(tmp_path: Path, how: str) -> None:
+    with pytest.raises(BackendError, match=f'^rank 0.* during "{STEP}"'):
+        launch(1, steps, Fault(how, 0, tmp_path), device="cpu", limits=LIMITS)
+    assert_gone(tmp_path, 1)
+
+
 @pytest.mark.parametrize(
     ("how", "error", "shown"),
     [("raise", "BackendError", "in _fail"), ("user error", "DataError", ""), ("hang", "BackendError", "time.sleep")],
@@ -140,7 +150,7 @@ def test_a_failing_rank_ends_torchrun(tmp_path: Path, how: str) -> None:
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, number: int) -> None:
     process = subprocess.Popen([sys.executable, str(SCRIPT), "hang", "2", str(tmp_path)], stderr=subprocess.DEVNULL)
     try:
-        while not ((tmp_path / "pid0").exists() and (tmp_path / "pid1").exists()):
+        while len([path for path in tmp_path.glob("pid*") if path.read_text()]) < 2:
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(number)
@@ -159,8 +169,8 @@ def test_mistakes_are_told_before_a_rank_starts() -> None:
         launch(0, steps)
     with pytest.raises(BackendError, match="device 'tpu' is none that ranks run on"):
         launch(2, steps, device="tpu")
-    for target in ("rank_targets", "rank_targets:absent", "absent:steps", ":steps"):
-        with pytest.raises(BackendError, match=f"'{target}' names no function .* Write 'package.module:function'"):
+    for target in ("rank_targets", "rank_targets:LIMITS", "rank_targets:absent", "absent:steps", ":steps"):
+        with pytest.raises(BackendError, match=f"'{target}' names no function.* Write 'package.module:function'"):
             launch(2, target)
     gpus = torch.cuda.device_count()
     with pytest.raises(
@@ -185,14 +195,15 @@ def test_the_innermost_section_is_where_an_error_was_raised() -> None:
         assert (current().text, current().waits, current().stall_s) == ("step 1, forward", False, 5)
         with doing("layers.1"):
             raise ValueError
-    assert error.value.doing == "layers.1"  # type: ignore[attr-defined]
+    assert activity_of(error.value) == "layers.1"
+    assert activity_of(ValueError()) == "step 1"
     assert (current().text, current().number) == ("step 1", number + 6)
 
 
 def test_a_shared_activity_outlives_its_process(tmp_path: Path) -> None:
     source = f"""
         import os, pathlib, signal
-        from duomesh.backends.torch.watch import doing, share_activity
+        from duomesh.backends.torch.activity import doing, share_activity
         doing("a text that is longer than the next")
         share_activity(pathlib.Path({str(tmp_path / "doing")!r}))
         doing("step 1")
@@ -207,16 +218,16 @@ def test_a_shared_activity_outlives_its_process(tmp_path: Path) -> None:
 
 def status(doing: str, for_s: float = 0.0, *, number: int = 0, waits: bool = False, is_done: bool = False) -> Status:
     """That of a rank which may take 10 s."""
-    stack = "its stack" if for_s > 10 else ""
+    is_late = for_s > 10 and not is_done
     return Status(
         beat=1,
         doing=doing,
         number=number,
         for_s=for_s,
-        is_overdue=for_s > 10,
+        is_overdue=is_late,
         waits=waits,
         is_done=is_done,
-        stack=stack,
+        stack="its stack" if is_late else "",
     )
 
 
@@ -231,6 +242,7 @@ DONE = status("finished", 50, number=9, is_done=True, waits=True)
         # one computes and may go on
         ([WAITS, status("step 3", 9)], None, ""),
         ([WAITS, WAITS, status("step 2", 11, number=4)], 2, 'rank 2 hangs during "step 2": it has not got on for 11 s'),
+        ([status("step 2", 11), *[WAITS] * 9], 0, '(ranks 1, 2, 3, 4, 5, 6, 7, 8 and 1 more: "step 3").'),
         # both compute: the one behind
         ([status("step 3", 20, number=7), status("step 2", 11, number=4)], 1, 'rank 1 hangs during "step 2"'),
         ([status("step 3", 11, number=7), status("step 3", 20, number=7)], 1, "it has not got on for 20 s"),
@@ -240,7 +252,7 @@ DONE = status("finished", 50, number=9, is_done=True, waits=True)
             1,
             'rank 1 hangs during "step 4": a rank left out',
         ),
-        ([status("step 4", 11, number=8, waits=True), WAITS], 0, '(rank 1 is at "step 3")'),
+        ([status("step 4", 11, number=8, waits=True), WAITS], 0, '(rank 1: "step 3").'),
         ([WAITS, WAITS], 0, "a rank left out a collective"),
         # a rank waits at its end, as long as others run
         ([DONE, status("step 9", 9)], None, ""),

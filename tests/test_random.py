@@ -71,9 +71,13 @@ def test_a_slice_has_the_bits_of_the_whole(rows: int, columns: int, data: st.Dat
     chosen = param(rows, columns, kind=kind)
     whole = counter.draw(chosen, 5, perturb=0.3)
     assert whole.shape == (rows, columns) and whole.dtype == np.float32
-    part = counter.draw(chosen, 5, rows=(start, stop), perturb=0.3)
+    part = counter.draw(chosen, 5, box=[(start, stop)], perturb=0.3)
     assert part.shape == (stop - start, columns)
     np.testing.assert_array_equal(part, whole[start:stop])
+    first = data.draw(st.integers(0, columns))
+    last = data.draw(st.integers(first, columns))
+    part = counter.draw(chosen, 5, box=[(start, stop), (first, last)], perturb=0.3)
+    np.testing.assert_array_equal(part, whole[start:stop, first:last])
 
 
 def test_slices_and_workers_across_chunks() -> None:
@@ -84,15 +88,20 @@ def test_slices_and_workers_across_chunks() -> None:
     np.testing.assert_array_equal(whole, counter.draw(chosen, 0, workers=3))
     np.testing.assert_array_equal(whole, counter.draw(chosen, 0))
     cuts = (0, 1, 450, 911)
-    parts = [counter.draw(chosen, 0, rows=rows) for rows in pairwise(cuts)]
+    parts = [counter.draw(chosen, 0, box=[rows]) for rows in pairwise(cuts)]
     np.testing.assert_array_equal(whole, np.concatenate(parts))
+    columns = [counter.draw(chosen, 0, box=[(0, 911), run]) for run in pairwise((0, 1, 602, 677))]
+    assert columns[1].size > 2 * counter._CHUNK
+    np.testing.assert_array_equal(whole, np.concatenate(columns, axis=1))
+    wide = param(2, 300_001)  # a run that is longer than a chunk
+    np.testing.assert_array_equal(counter.draw(wide, 0, box=[(1, 2), (7, 300_000)])[0], counter.draw(wide, 0)[1, 7:-1])
     assert len(np.unique(whole)) > whole.size // 2  # no chunk repeats another
 
 
-@pytest.mark.parametrize("rows", [(-1, 2), (2, 1), (0, 4)])
-def test_rows_outside_the_parameter_are_refused(rows: tuple[int, int]) -> None:
-    with pytest.raises(SpecError, match=r"layers\.0\.mlp\.up\.weight, which has 3"):
-        counter.draw(param(3, 2), 0, rows=rows)
+@pytest.mark.parametrize("box", [[(-1, 2)], [(2, 1)], [(0, 4)], [(0, 3), (1, 3)]])
+def test_a_rectangle_outside_the_parameter_is_refused(box: list[tuple[int, int]]) -> None:
+    with pytest.raises(SpecError, match=r"layers\.0\.mlp\.up\.weight, which has the shape \(3, 2\)"):
+        counter.draw(param(3, 2), 0, box=box)
 
 
 def test_quantile_matches_an_independent_one() -> None:

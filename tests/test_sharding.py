@@ -15,6 +15,7 @@ from sharding_cases import (
     ALL,
     CP,
     DP,
+    DROPOUT,
     EXPERT_MESHES,
     SP,
     SPECS,
@@ -43,7 +44,7 @@ from duomesh.core.sharding.transitions import INVARIANT, PARTIAL, REPLICATED, Ki
 from duomesh.core.sharding.typing import AxisRule
 from duomesh.core.verify.compare import relative_error
 from duomesh.kernels.reference.model import ReferenceModel
-from duomesh.kernels.reference.sharded import ShardedModel
+from duomesh.kernels.reference.sharded import Applied, ShardedModel
 
 CASE_IDS = [f"{name}-{mesh}".replace(" ", "_") for name, mesh in ALL]
 
@@ -61,7 +62,7 @@ def test_every_layout_is_the_same_model(name: str, mesh: str) -> None:
     check_model(made)
     params, loss, grads = one_rank(name)
     model = ShardedModel(made, params)
-    assert_same(model.loss_and_grads(batches(SPECS[name].vocab_size)), loss, grads)
+    assert_same(model.loss_and_grads(batches(SPECS[name].vocab_size), DROPOUT), loss, grads)
     shape = StepShape(batch=4, seq=12, micro_batches=2)
     listed = [c for c in step_trace(Storage(made, 0), shape) if c.phase in ("forward", "backward", "recompute")]
     issued = model.ranks.issued
@@ -70,6 +71,46 @@ def test_every_layout_is_the_same_model(name: str, mesh: str) -> None:
     ]
     assert bool(issued) == (made.mesh.world_size > 1)
     assert not any(c.kind == "all-to-all" for c in issued) or mesh in EXPERT_MESHES
+
+
+def masks_of(name: str, mesh: str) -> tuple[ShardedModel, list[Applied]]:
+    """A run of the first batch with dropout."""
+    sharded_model = ShardedModel(sharded(name, mesh), one_rank(name)[0])
+    return sharded_model, sharded_model.run(batches(SPECS[name].vocab_size)[0], DROPOUT)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [(name, mesh) for name, mesh in ALL if SPECS[name].dropout],
+    ids=lambda value: value.replace(" ", "_"),
+)
+def test_c081_masks_are_equal_in_every_layout(name: str, mesh: str) -> None:
+    params, _, _ = one_rank(name)
+    want = ReferenceModel(build_program(SPECS[name]), params).forward(batches(37)[0], DROPOUT)
+    sharded_model, applied = masks_of(name, mesh)
+    found = 0
+    for step in applied:
+        for made in step.program.calls():
+            out = made.call.op.outputs[0]
+            if made.call.op.kind == "dropout":
+                found += 1
+                whole = sharded_model.whole(step.values[out], step.program.axes(out), step.program.layouts[out])
+                assert np.array_equal(whole == 0, want[step.prefix + out] == 0), step.prefix + out
+    assert found == 1 + 2 * SPECS[name].num_layers
+
+
+@pytest.mark.parametrize("mesh", ["dp2-tp2", "dp2-sp2", "dp2-zigzag2-sp2"])
+def test_c081_ranks_with_equal_activations_have_equal_masks(mesh: str) -> None:
+    """Without sequence parallelism tp ranks drop the same elements; with it each drops those of its own positions; data
+    parallel ranks always drop others."""
+    sharded_model, applied = masks_of("dropout", mesh)
+    (layer,) = [step for step in applied if step.prefix == "layers.0."]
+    local = [x == 0 for x in layer.values["attention_post_dropout"]]
+    by_axis = {axis: sharded_model.sharded.mesh.groups(axis) for axis in sharded_model.sharded.mesh.names}
+    for axis, groups in by_axis.items():
+        for group in groups:
+            is_equal = axis == "tp" and mesh == "dp2-tp2"
+            assert np.array_equal(local[group[0]], local[group[1]]) == is_equal, (axis, group)
 
 
 @pytest.mark.parametrize("name", ["everything", "shared"])
@@ -226,6 +267,15 @@ def test_the_embedding_leaves_in_the_stream_s_layout() -> None:
     for rule, action in ((SP, "reduce-scatter"), (TP, "all-reduce"), (DP, None), (CP, None)):
         ahead, _ = moves(plain(rule).programs["embed"])
         assert ahead == (Counter() if action is None else Counter([action])), rule
+
+
+def test_dropout_moves_nothing() -> None:
+    """It acts on the stream's own part, where Megatron has it too (arXiv:2205.05198, section 4.2)."""
+    for mesh in ("sp2", "tp2", "dp2-zigzag2-sp2"):
+        block, without = (sharded(name, mesh).programs["block0"] for name in ("dropout", "plain"))
+        assert moves(block) == moves(without)
+        for name in ("attention_post_dropout", "mlp_post_dropout"):
+            assert block.layouts[name] == block.layouts["mlp_residual"]
 
 
 def test_equal_moves_of_two_axes_are_one_collective() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from random_programs import LENGTH, NUM_SAMPLES, random_mesh, random_model, random_rule, random_states
-from sharding_cases import Array, assert_same_grads, params_of
+from sharding_cases import DROPOUT, Array, assert_same_grads, params_of
 
 from duomesh.core.batch import IGNORE, Batch
 from duomesh.core.bounds import bound
@@ -36,7 +36,7 @@ def batch_of(rng: Random) -> Batch:
     ids = generator.integers(0, 11, (NUM_SAMPLES, LENGTH + 1)).astype(np.int32)
     labels = np.where(generator.random((NUM_SAMPLES, LENGTH)) < 0.2, IGNORE, ids[:, 1:]).astype(np.int32)
     mask = generator.uniform(0.5, 2.0, labels.shape).astype(np.float32)
-    return Batch(np.ascontiguousarray(ids[:, :-1]), labels, mask)
+    return Batch(np.ascontiguousarray(ids[:, :-1]), labels, mask, sample_ids=generator.permutation(NUM_SAMPLES))
 
 
 def check_sizes(made: ShardedModelProgram) -> None:
@@ -57,9 +57,9 @@ def check_sizes(made: ShardedModelProgram) -> None:
 
 
 def assert_same(made: ShardedModelProgram, params: dict[str, Array], batch: Batch) -> None:
-    loss, grads = ReferenceModel(made.model, params).loss_and_grads([batch])
+    loss, grads = ReferenceModel(made.model, params).loss_and_grads([batch], DROPOUT)
     model = ShardedModel(made, params)
-    got_loss, got = model.loss_and_grads([batch])
+    got_loss, got = model.loss_and_grads([batch], DROPOUT)
     assert abs(got_loss - loss) <= bound("loss", "float64") * abs(loss)
     assert_same_grads(got, grads)
     phases = ("forward", "backward", "recompute")

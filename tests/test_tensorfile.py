@@ -71,27 +71,44 @@ def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
         assert all(file.read(name).tobytes() == want.tobytes() for name, want in tensors.items())
 
 
-@pytest.mark.parametrize("rows", [(0, 7), (2, 5), (6, 7), (3, 3)])
-def test_rows_are_read_alone(tmp_path: Path, rows: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "box",
+    [
+        [],
+        [(0, 7)],
+        [(2, 5)],
+        [(6, 7)],
+        [(3, 3)],
+        [(0, 7), (1, 3)],
+        [(1, 6), (0, 3), (1, 2)],
+        [(2, 4), (1, 2), (0, 2)],
+        [(4, 5), (2, 2)],
+    ],
+)
+def test_a_rectangle_is_read_alone(tmp_path: Path, box: list[tuple[int, int]]) -> None:
+    """Rows or columns; no byte between them is read."""
     array = RNG.standard_normal((7, 3, 2)).astype(DTYPES["bfloat16"])
     write_tensor_file(tmp_path / "a", {"x": array, "y": array[::-1]})
     with TensorFile(tmp_path / "a") as file:
-        assert file.read("x", rows).tobytes() == array[rows[0] : rows[1]].tobytes()
-        assert file.read("y", rows).tobytes() == array[::-1][rows[0] : rows[1]].tobytes()
+        index = tuple(slice(*run) for run in box)
+        before = file.num_bytes_read
+        assert file.read("x", box).tobytes() == array[index].tobytes()
+        assert file.num_bytes_read == before + array[index].nbytes
+        assert file.read("y", box).tobytes() == array[::-1][index].tobytes()
 
 
-@pytest.mark.parametrize("rows", [(-1, 2), (3, 2), (0, 8)])
-def test_rows_outside_are_refused(tmp_path: Path, rows: tuple[int, int]) -> None:
+@pytest.mark.parametrize("box", [[(-1, 2)], [(3, 2)], [(0, 8)], [(0, 7), (0, 3)], [(0, 7), (0, 2), (0, 1)]])
+def test_a_rectangle_outside_is_refused(tmp_path: Path, box: list[tuple[int, int]]) -> None:
     write_tensor_file(tmp_path / "a", {"x": np.zeros((7, 2))})
     with TensorFile(tmp_path / "a") as file, pytest.raises(TensorFileError, match="not within x"):
-        file.read("x", rows)
+        file.read("x", box)
 
 
 def test_threads_read_at_the_same_time(tmp_path: Path) -> None:
     array = np.arange(64 * 1024, dtype=np.int32).reshape(1024, 64)
     write_tensor_file(tmp_path / "a", {"x": array})
     with TensorFile(tmp_path / "a") as file, ThreadPoolExecutor(8) as pool:
-        parts = list(pool.map(lambda i: file.read("x", (i, i + 1)), range(1024)))
+        parts = list(pool.map(lambda i: file.read("x", [(i, i + 1)]), range(1024)))
     assert np.array_equal(np.concatenate(parts), array)
 
 

@@ -224,11 +224,12 @@ def test_a_preset_takes_the_numbers_of_the_configuration() -> None:
         max_positions=99,
         tie_embeddings=True,
         init_std=0.5,
+        dropout=0.25,
     )
     got = change_spec(base, config)
     attention = got.blocks[2].attention
     assert (got.vocab_size, got.num_layers, got.hidden_size, got.max_positions) == (300, 3, 10, 99)
-    assert (got.tie_embeddings, got.init_std, got.blocks[2].mlp.ffn_size) == (True, 0.5, 20)
+    assert (got.tie_embeddings, got.init_std, got.dropout, got.blocks[2].mlp.ffn_size) == (True, 0.5, 0.25, 20)
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 2, 8)
     assert attention.rope == replace(rope, rotary_dim=4)  # half of a head, as before
     assert change_spec(base, ModelConfig()) == base

@@ -23,6 +23,7 @@ from duomesh.core.batch import Batch
 from duomesh.core.bounds import bound
 from duomesh.core.checkpoint import Checkpoint, checkpoint_path, find_latest
 from duomesh.core.data.sampler import Sampler
+from duomesh.core.dropout import DropoutKey
 from duomesh.core.errors import CheckpointError, ConfigError, DataError, DuomeshError, OutputError, TrainingError
 from duomesh.core.session import StepResult
 from duomesh.core.spec.model import ModelSpec
@@ -173,6 +174,16 @@ def test_resume_is_bit_equal(train: Trainer, dtype: str, stop: int) -> None:
     assert rest.column("step", "run") == [0, stop]
 
 
+def test_every_step_has_masks_of_its_own_and_a_resumed_one_those_it_would_have_had(train: Trainer) -> None:
+    whole = train(train__output=train.folder / "whole", train__seed=77)
+    assert whole.session.keys == [DropoutKey(77, step) for step in range(1, 11)]
+    train(train__stop_step=4, train__seed=77)
+    rest = train(train__resume="must", train__seed=77)
+    assert rest.session.keys == whole.session.keys[4:]
+    samples = [batch.sample_ids.tolist() for step in whole.session.seen for batch in step]
+    assert samples == [[*range(first, first + 4)] for first in range(0, 80, 4)]
+
+
 def test_c106_the_two_halves_are_fed_what_the_whole_is(train: Trainer) -> None:
     whole = train(train__steps=20, train__output=train.folder / "whole")
     first = train(train__steps=20, train__stop_step=7)
@@ -221,10 +232,10 @@ def test_c114_the_rate_after_a_resume_needs_no_stored_schedule(train: Trainer) -
 
 def test_rows_after_the_resumed_step_are_dropped(train: Trainer) -> None:
     class Crashes(FakeSession):
-        def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        def train_step(self, batches: Sequence[Batch], lr: float, *, dropout: DropoutKey | None = None) -> StepResult:
             if self.calls == 7:
                 raise RuntimeError("injected")
-            return super().train_step(batches, lr)
+            return super().train_step(batches, lr, dropout=dropout)
 
     with pytest.raises(RuntimeError, match="injected"):
         train(Crashes(SPEC, seed=1234), train__checkpoint_every=5)
@@ -436,10 +447,10 @@ def test_c119_samples_with_a_bad_loss_are_singled_out(train: Trainer) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_saves_and_the_rest_is_bit_equal(train: Trainer, number: int) -> None:
     class Interrupted(FakeSession):
-        def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        def train_step(self, batches: Sequence[Batch], lr: float, *, dropout: DropoutKey | None = None) -> StepResult:
             if self.calls == 3:
                 os.kill(os.getpid(), number)  # in the middle of step 4, which is finished first
-            return super().train_step(batches, lr)
+            return super().train_step(batches, lr, dropout=dropout)
 
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     whole = train(train__output=train.folder / "whole")
@@ -453,10 +464,10 @@ def test_an_interrupt_saves_and_the_rest_is_bit_equal(train: Trainer, number: in
 
 def test_a_second_interrupt_acts_at_once(train: Trainer) -> None:
     class Impatient(FakeSession):
-        def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        def train_step(self, batches: Sequence[Batch], lr: float, *, dropout: DropoutKey | None = None) -> StepResult:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
-            return super().train_step(batches, lr)
+            return super().train_step(batches, lr, dropout=dropout)
 
     with pytest.raises(KeyboardInterrupt):
         train(Impatient(SPEC))
@@ -555,9 +566,9 @@ def test_the_command_trains_and_says_where_things_are(
 
 def test_the_command_exits_with_130_after_an_interrupt(command: Any, train: Trainer) -> None:
     class Interrupted(FakeSession):
-        def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        def train_step(self, batches: Sequence[Batch], lr: float, *, dropout: DropoutKey | None = None) -> StepResult:
             os.kill(os.getpid(), signal.SIGINT)
-            return super().train_step(batches, lr)
+            return super().train_step(batches, lr, dropout=dropout)
 
     assert command(kind=Interrupted) == 130
     assert find_latest(train.folder / "run/checkpoints").latest is not None

@@ -87,7 +87,9 @@ def test_json_report(tmp_path: Path) -> None:
     [
         (["verify", "tiny-qwen2", "torch"], "at least two sides"),
         (["verify", "tiny-qwen2", "torch", "tensorflow"], "'tensorflow' is not one of torch, jax, hf"),
-        (["verify", "tiny-qwen2", "torch", "torch:tp=2"], "'tp=2' sets none of the options"),
+        (["verify", "tiny-qwen2", "torch", "torch:colour=red"], "there is no field 'colour'"),
+        (["verify", "tiny-qwen2", "torch", "torch:tp=3"], "tp must divide the query heads"),
+        (["verify", "tiny-qwen2", "torch", "jax:tp=2"], "jax cannot run on the ranks of a plan yet"),
         (["verify", "tiny-qwen2", "torch", "hf:device=cuda"], "the hf side runs on the cpu only"),
         (["verify", "tiny-qwen2", "torch", "torch:model=nowhere/at/all"], "is not a directory"),
         (["verify", "tiny-qwen2", "torch", "torch:model=tiny-qwen3"], "other parameters or shapes"),
@@ -239,3 +241,10 @@ def test_the_random_batch_sets_its_traps() -> None:
     assert len(np.unique(batch.weights)) == 3
     again = random_batch(503, batch=3, seq=17, seed=4)
     assert np.array_equal(batch.tokens, again.tokens)
+
+
+def test_a_side_on_the_ranks_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command starts the ranks that the side needs; every value and gradient agrees with one rank."""
+    words = ["verify", "tiny-qwen3", "torch", "torch:tp=2,dp=2,zero=1,sequence_parallel", "--seq", "16"]
+    assert main([*words, "--grads", "--dtype", "fp64"]) == 0
+    assert "passed" in capsys.readouterr().out

@@ -30,7 +30,8 @@ class Args:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A preset's name or a checkpoint directory."""
     sides: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SIDE SIDE [SIDE ...]")]
-    """torch, jax or hf; the first is the reference. Options follow a colon: torch:device=cuda, jax:model=DIR."""
+    """torch, jax or hf; the first is the reference. Options follow a colon: torch:device=cuda, jax:model=DIR, and
+    fields of a plan, whose ranks are started: torch:tp=2,dp=2,zero=1."""
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Compute dtype of every side."""
     seq: int = 64

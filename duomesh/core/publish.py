@@ -15,7 +15,7 @@ from pathlib import Path
 
 from duomesh.core.errors import OutputError
 
-__all__ = ["is_temporary", "publish_directory", "publish_file"]
+__all__ = ["explaining", "flush", "is_temporary", "publish_directory", "publish_file"]
 
 _MARK = ".duomesh-tmp-"
 
@@ -25,13 +25,25 @@ def is_temporary(path: Path) -> bool:
     return _MARK in path.name
 
 
+@contextmanager
+def explaining(target: Path) -> Iterator[None]:
+    """What the file system refuses while `target` is written becomes an OutputError that names it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None and _MARK not in str(error.filename):
+            raise  # reading something else failed; not this output's fault
+        raise _explain(target, error) from error
+
+
 def _explain(target: Path, error: OSError) -> OutputError:
     return OutputError(
         f"cannot write {target}: {error.strerror or error}. Choose a place that is writable and has space."
     )
 
 
-def _fsync(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Waits until a file, or a directory's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -42,8 +54,8 @@ def _fsync(path: Path) -> None:
 def _fsync_tree(root: Path) -> None:
     for folder, _, files in os.walk(root):
         for name in files:
-            _fsync(Path(folder, name))
-        _fsync(Path(folder))
+            flush(Path(folder, name))
+        flush(Path(folder))
 
 
 @contextmanager
@@ -72,13 +84,10 @@ def publish_directory(target: Path, *, overwrite: bool = False) -> Iterator[Path
     except OSError as error:
         raise _explain(target, error) from error
     try:
-        yield work
-        _fsync_tree(work)
-        _replace(work, target)
-    except OSError as error:
-        if error.filename is not None and _MARK not in str(error.filename):
-            raise  # reading something else failed; not this output's fault
-        raise _explain(target, error) from error
+        with explaining(target):
+            yield work
+            _fsync_tree(work)
+            _replace(work, target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -98,7 +107,7 @@ def _replace(work: Path, target: Path) -> None:
                 shutil.rmtree(old, ignore_errors=True)
     else:
         work.rename(target)
-    _fsync(target.parent)
+    flush(target.parent)
 
 
 def publish_file(target: Path, data: bytes) -> None:

@@ -15,12 +15,13 @@ import hashlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from math import prod
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
 from duomesh.core.arrays import Array
+from duomesh.core.boxes import box_shape, runs, show_box, within
 from duomesh.core.errors import SpecError
 from duomesh.core.ir.values import Param
 
@@ -63,12 +64,20 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> 
 
 def random_bits(seed: int, name: str, start: int, stop: int) -> npt.NDArray[np.uint64]:
     """[stop - start] words of 32 random bits (in uint64) of elements start..stop of the stream `name`."""
-    first, last = start // 4, -(-stop // 4)
-    counter = np.arange(first, last, dtype=np.uint64)
+    return _bits_of_runs(seed, name, np.array([start]), stop - start)[0]
+
+
+def _bits_of_runs(seed: int, name: str, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.uint64]:
+    """[runs, length]: the bits of several runs of equal length."""
+    skipped = starts % 4  # a counter makes four words
+    blocks = -(-(int(skipped.max(initial=0)) + length) // 4)
+    counter = (starts // 4)[:, None].astype(np.uint64) + np.arange(blocks, dtype=np.uint64)
     zeros = np.zeros_like(counter)
     made = philox((counter & _U32, counter >> _SHIFT, zeros, zeros), key_words(seed, name))
-    words = np.stack(made, axis=-1).reshape(-1)
-    return words[start - 4 * first : stop - 4 * first]
+    words = np.stack(made, axis=-1).reshape(len(starts), 4 * blocks)
+    if len(set(skipped.tolist())) == 1:
+        return words[:, skipped[0] : skipped[0] + length]
+    return np.take_along_axis(words, skipped[:, None] + np.arange(length), axis=1)
 
 
 # AS 241, PPND16: numerators and denominators by falling power, central, middle and far regions.
@@ -127,7 +136,10 @@ def _normal_quantile(p: Float) -> Float:
 
 def normals(seed: int, name: str, start: int, stop: int) -> Float:
     """[stop - start] float64 standard normals, elements start..stop of the stream `name`; |x| < 6.4."""
-    bits = random_bits(seed, name, start, stop)
+    return _normals_of(random_bits(seed, name, start, stop))
+
+
+def _normals_of(bits: npt.NDArray[np.uint64]) -> Float:
     return _normal_quantile((bits.astype(np.float64) + 0.5) * 2.0**-32)
 
 
@@ -135,7 +147,7 @@ def draw(
     param: Param,
     seed: int,
     *,
-    rows: tuple[int, int] | None = None,
+    box: Sequence[tuple[int, int]] = (),
     perturb: float = 0.0,
     workers: int | None = None,
 ) -> Array:
@@ -144,31 +156,32 @@ def draw(
     Args:
         param: its initialiser says what is drawn, its canonical name which stream.
         seed: the run's seed.
-        rows: [start, stop) of dim 0; None for all. A slice has the bits of the whole.
+        box: a rectangle: [start, stop) of its first dims. It has the bits of the whole.
         perturb: standard deviation of a normal added to a constant fill, from a stream of its own. Checks use
             it: a bias of zeros or a gain of ones would hide a fault.
         workers: threads; None for one a core. The bits do not depend on it.
 
     Returns:
-        [rows, ...] float32, rounded once from float64.
+        float32 of the box's shape, rounded once from float64.
     """
-    start, stop = (0, param.shape[0]) if rows is None else rows
-    if not 0 <= start <= stop <= param.shape[0]:
-        raise SpecError(f"rows {start}:{stop} are not within {param.name}, which has {param.shape[0]}.")
-    width = prod(param.shape[1:])
-    shape: Sequence[int] = (stop - start, *param.shape[1:])
+    found = within(box, param.shape)
+    if found is None:
+        raise SpecError(f"{show_box(box)} is not within {param.name}, which has the shape {param.shape}.")
     init = param.init
     if init.kind == "fill" and perturb == 0.0:
-        return np.full(shape, init.value, np.float32)
+        return np.full(box_shape(found), init.value, np.float32)
     mean, std = (init.value, perturb) if init.kind == "fill" else (0.0, init.value)
     stream = f"{param.name}/perturb" if init.kind == "fill" else param.name
-    out = np.empty((stop - start) * width, np.float32)
-    offset = start * width
+    starts, length = runs(found, param.shape)
+    out = np.empty((len(starts), length), np.float32)
+    num_runs = max(1, _CHUNK // max(length, 1))
 
-    def fill(first: int) -> None:
-        last = min(first + _CHUNK, out.size)
-        out[first:last] = mean + std * normals(seed, stream, offset + first, offset + last)
+    def fill(corner: tuple[int, int]) -> None:
+        run, first = corner
+        part = out[run : run + num_runs, first : first + _CHUNK]
+        bits = _bits_of_runs(seed, stream, starts[run : run + num_runs] + first, part.shape[1])
+        part[...] = mean + std * _normals_of(bits)
 
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        list(pool.map(fill, range(0, out.size, _CHUNK)))
-    return out.reshape(shape)
+        list(pool.map(fill, product(range(0, len(starts), num_runs), range(0, length, _CHUNK))))
+    return out.reshape(box_shape(found))

@@ -2,6 +2,9 @@
 
 A session holds a lowered model, its parameters and optimizer state. Everything that crosses it is a host array
 under a canonical name, so nothing above it knows which backend it talks to.
+
+On the ranks of a plan each has a session, and all call the same methods with the same arguments. What goes in may be
+`Deferred`: a rank then reads or makes only the rectangles that it owns. What a rank saves comes out the same way.
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ from typing import Literal, Protocol
 
 from duomesh.core.arrays import Array
 from duomesh.core.batch import Batch
+from duomesh.core.boxes import Box, Sliceable, box_shape, whole_box
+from duomesh.core.dropout import DropoutKey
 from duomesh.core.errors import BackendError
 from duomesh.core.ir.program import ModelProgram
+from duomesh.core.plan.plan import Plan
 
 __all__ = [
     "STATE_GROUPS",
@@ -25,6 +31,7 @@ __all__ = [
     "StepResult",
     "Trace",
     "check_learning_rate",
+    "whole_boxes",
 ]
 
 ComputeDType = Literal["float32", "bfloat16", "float64"]
@@ -79,9 +86,10 @@ class Session(Protocol):
     """A lowered model on one backend."""
 
     program: ModelProgram
+    plan: Plan
     compute_dtype: ComputeDType
 
-    def load_params(self, params: Iterable[tuple[str, Array]]) -> None:
+    def load_params(self, params: Iterable[tuple[str, Sliceable]]) -> None:
         """Sets every parameter by canonical name; names missing or unknown raise BackendError. Resets the optimizer."""
 
     def params(self) -> Iterator[tuple[str, Array]]:
@@ -90,18 +98,26 @@ class Session(Protocol):
     def trace(self, batch: Batch, *, grads: bool) -> Trace:
         """One pass that keeps every op's output."""
 
-    def loss_and_grads(self, batches: Sequence[Batch]) -> tuple[float, dict[str, Array]]:
-        """The objective over all batches as one step, and its gradients by canonical name."""
+    def loss_and_grads(
+        self, batches: Sequence[Batch], *, dropout: DropoutKey | None = None
+    ) -> tuple[float, dict[str, Array]]:
+        """The objective over all batches as one step, and its gradients by canonical name.
 
-    def init_optimizer(self, config: AdamW, params: Iterable[tuple[str, Array]] | None = None) -> None:
+        dropout: what masks are drawn for; None drops nothing.
+        """
+
+    def init_optimizer(self, config: AdamW, params: Iterable[tuple[str, Sliceable]] | None = None) -> None:
         """Fresh optimizer state.
 
         params: weights to start from, every one by canonical name; masters keep them in full and compute weights are
             rounded from those. None starts from the current compute weights.
         """
 
-    def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        """One optimizer step over the micro-batches; the objective's denominator is that of all of them."""
+    def train_step(self, batches: Sequence[Batch], lr: float, *, dropout: DropoutKey | None = None) -> StepResult:
+        """One optimizer step over the micro-batches; the objective's denominator is that of all of them.
+
+        dropout: what masks are drawn for. A model with dropout needs one (BackendError), no other reads it.
+        """
 
     def eval_loss(self, batch: Batch) -> tuple[float, float]:
         """(sum of weighted target losses, sum of weights)."""
@@ -113,10 +129,24 @@ class Session(Protocol):
         """Updates made since `init_optimizer`, restored ones included."""
 
     def optimizer_state(self) -> Iterator[tuple[str, str, Array]]:
-        """(group of STATE_GROUPS, canonical name, array)."""
+        """(group of STATE_GROUPS, canonical name, whole array)."""
 
-    def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Array]]) -> None:
+    def owned_boxes(self) -> Mapping[str, Sequence[Box]]:
+        """Canonical name -> the rectangles of it that this rank saves. Each element is saved by one rank."""
+
+    def owned_state(self) -> Iterator[tuple[str, str, Array]]:
+        """(group, canonical name, array): what is in each of `owned_boxes`, those of one name in their order.
+
+        Nothing moves between ranks.
+        """
+
+    def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Sliceable]]) -> None:
         """Replaces optimizer state and, from `master`, the parameters. Incomplete state raises BackendError."""
+
+
+def whole_boxes(program: ModelProgram) -> dict[str, tuple[Box]]:
+    """`Session.owned_boxes` of one rank that has everything."""
+    return {name: (whole_box(param.shape),) for name, param in program.params.items()}
 
 
 def check_learning_rate(lr: float) -> None:
@@ -131,28 +161,35 @@ class StateLoader:
     Args:
         program: the model.
         groups: the groups of tensors that are expected, each with every canonical parameter.
+        boxes: the rectangles of each parameter that are expected, one after another; None for whole parameters.
     """
 
-    def __init__(self, program: ModelProgram, groups: Sequence[str] = STATE_GROUPS) -> None:
+    def __init__(
+        self,
+        program: ModelProgram,
+        groups: Sequence[str] = STATE_GROUPS,
+        boxes: Mapping[str, Sequence[Box]] | None = None,
+    ) -> None:
+        boxes = whole_boxes(program) if boxes is None else boxes
         self._params = program.params
-        self._missing = {(group, name) for group in groups for name in program.params}
+        self._missing = {(group, name): [*boxes[name]] for group in groups for name in boxes}
         self._groups = tuple(groups)
 
-    def check(self, group: str, name: str, shape: tuple[int, ...]) -> None:
-        """Accepts one tensor. Raises BackendError, naming it, if it does not fit."""
+    def check(self, group: str, name: str, shape: tuple[int, ...]) -> Box:
+        """Accepts one tensor and says which rectangle it is. Raises BackendError, naming it, if it does not fit."""
         if group not in self._groups or name not in self._params:
             raise BackendError(f"{group} tensor {name!r} is not part of this model.")
-        wanted = self._params[name].shape
+        left = self._missing.get((group, name))
+        if not left:
+            raise BackendError(f"{group} tensor {name} was given twice.")
+        wanted = box_shape(left[0])
         if tuple(shape) != wanted:
             raise BackendError(f"{group} tensor {name} has shape {tuple(shape)}; this model needs {wanted}.")
-        if (group, name) not in self._missing:
-            raise BackendError(f"{group} tensor {name} was given twice.")
-        self._missing.remove((group, name))
+        return left.pop(0)
 
     def finish(self) -> None:
         """Raises BackendError if a tensor never came."""
-        if self._missing:
-            listed = ", ".join(f"{group} {name}" for group, name in sorted(self._missing)[:5])
-            raise BackendError(
-                f"{len(self._missing)} tensors are missing: {listed}{', ...' * (len(self._missing) > 5)}."
-            )
+        missing = sorted(key for key, left in self._missing.items() if left)
+        if missing:
+            listed = ", ".join(f"{group} {name}" for group, name in missing[:5])
+            raise BackendError(f"{len(missing)} tensors are missing: {listed}{', ...' * (len(missing) > 5)}.")

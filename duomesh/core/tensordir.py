@@ -66,7 +66,7 @@ class TensorDirectory(Closing):
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Array:
         """A copy of a tensor, or of its rows [start, stop) of dim 0."""
-        return self._file(name).read(name, rows)
+        return self._file(name).read(name, () if rows is None else (rows,))
 
     def _open_indexed(self, stack: ExitStack) -> None:
         files = sorted(set(self.file_of.values()))

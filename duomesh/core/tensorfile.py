@@ -2,7 +2,7 @@
 
 A file is 8 bytes of header length (little endian), a JSON header, and one buffer that the tensors tile without gap
 or overlap. Opening a `TensorFile` checks all of that, so a tensor that is read later can only fail with the disk.
-Reading is by position and copies: memory holds what was asked for and nothing is mapped.
+Reading is by position and copies: memory holds what was asked for, no other byte is read, and nothing is mapped.
 
 Not here: folders of several files (`core.tensordir`), and pickles, which are never opened.
 """
@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from duomesh.core.arrays import DTYPES, Array, dtype_name
+from duomesh.core.boxes import box_shape, runs, show_box, within
 from duomesh.core.closing import Closing
 from duomesh.core.errors import TensorFileError
 
@@ -28,6 +30,7 @@ __all__ = ["TensorFile", "TensorFileWriter", "TensorInfo", "header_capacity", "w
 
 _MAX_HEADER = 100_000_000  # the safetensors library refuses longer ones too
 _ALIGNMENT = 8
+_READ_BYTES = 1 << 30  # of one call of the system, which takes less than 2 GiB
 _ALIAS = "duomesh.alias/"  # metadata key of a tensor that is another one under a second name
 
 _CODES = {
@@ -77,6 +80,7 @@ class TensorFile(Closing):
     Attributes:
         names: tensors in the header's order, then aliases.
         metadata: the header's `__metadata__`, without aliases.
+        num_bytes_read: so far, the header included.
 
     Raises:
         TensorFileError: the file is missing, truncated or malformed.
@@ -86,7 +90,7 @@ class TensorFile(Closing):
         self.path = Path(path)
         self._lock = Lock()
         try:
-            self._file = self.path.open("rb")
+            self._file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise TensorFileError(f"cannot read {self.path}: {error.strerror}.") from error
         try:
@@ -100,6 +104,7 @@ class TensorFile(Closing):
             if key.startswith(_ALIAS):
                 self._add_alias(key.removeprefix(_ALIAS), target)
         self.names: tuple[str, ...] = tuple(self._entries)
+        self.num_bytes_read = self._base
 
     def _add_alias(self, name: str, target: str) -> None:
         if name in self._entries or target not in self._entries:
@@ -118,29 +123,35 @@ class TensorFile(Closing):
     def info(self, name: str) -> TensorInfo:
         return self._entry(name).info
 
-    def read(self, name: str, rows: tuple[int, int] | None = None) -> Array:
-        """A copy of a tensor, or of its rows [start, stop) of dim 0; only those bytes are read."""
+    def read(self, name: str, box: Sequence[tuple[int, int]] = ()) -> Array:
+        """A copy of a tensor, or of a rectangle of it: [start, stop) along its first dims."""
         entry = self._entry(name)
-        shape, first = entry.info.shape, entry.start
-        if rows is not None:
-            start, stop = rows
-            if not shape or not 0 <= start <= stop <= shape[0]:
-                raise TensorFileError(f"{self.path}: rows {start}:{stop} are not within {name} of shape {shape}.")
-            dtype = DTYPES[entry.info.dtype]
-            first += start * prod(shape[1:]) * dtype.itemsize
-            shape = (stop - start, *shape[1:])
-        out: Array = np.empty(shape, DTYPES[entry.info.dtype])
+        shape, dtype = entry.info.shape, DTYPES[entry.info.dtype]
+        found = within(box, shape)
+        if found is None:
+            raise TensorFileError(f"{self.path}: {show_box(box)} is not within {name} of shape {shape}.")
+        out: Array = np.empty(box_shape(found), dtype)
+        if not out.size:
+            return out
         # bytes through a uint8 view: numpy's buffer protocol knows no bfloat16
         view = out.reshape(-1).view(np.uint8).data
+        starts, length = runs(found, shape)
+        size, first = length * dtype.itemsize, self._base + entry.start
+        for number, start in enumerate(starts.tolist()):
+            self._read_at(first + start * dtype.itemsize, view[number * size : (number + 1) * size], name)
         with self._lock:
-            self._file.seek(self._base + first)
-            count = self._file.readinto(view)
-        if count != len(view):
-            raise TensorFileError(f"{self.path} became shorter while {name} was read.")
+            self.num_bytes_read += len(view)
         return out
 
+    def _read_at(self, position: int, view: memoryview, name: str) -> None:
+        while len(view):
+            count = os.preadv(self._file.fileno(), [view[:_READ_BYTES]], position)
+            if count == 0:
+                raise TensorFileError(f"{self.path} became shorter while {name} was read.")
+            position, view = position + count, view[count:]
 
-def _read_header(file: BinaryIO, path: Path) -> tuple[bytes, int, int]:
+
+def _read_header(file: FileIO, path: Path) -> tuple[bytes, int, int]:
     """(header text, offset of the buffer, bytes of the buffer)."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(8)

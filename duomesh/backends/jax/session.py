@@ -6,7 +6,7 @@ types enabled for their duration only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,11 @@ from duomesh.backends.jax.lower import LoweredModel, Params
 from duomesh.backends.jax.optim import State, init_state, update
 from duomesh.core.arrays import DTYPES, Array
 from duomesh.core.batch import Batch, denominator, num_targets
+from duomesh.core.boxes import Box, Sliceable, whole
 from duomesh.core.dropout import DropoutKey, check_dropout, dropout_inputs
 from duomesh.core.errors import BackendError
 from duomesh.core.ir.program import ModelProgram
+from duomesh.core.plan.plan import Plan
 from duomesh.core.session import (
     STATE_GROUPS,
     AdamW,
@@ -30,6 +32,7 @@ from duomesh.core.session import (
     StepResult,
     Trace,
     check_learning_rate,
+    whole_boxes,
 )
 
 if TYPE_CHECKING:
@@ -69,6 +72,7 @@ class JaxSession:
         compile: bool = True,
     ) -> None:
         self.program = program
+        self.plan = Plan()
         self.compute_dtype = compute_dtype
         self.device = _device(device)
         self._compute = DTYPES[compute_dtype]
@@ -119,19 +123,19 @@ class JaxSession:
 
     # Parameters
 
-    def load_params(self, params: Iterable[tuple[str, Array]]) -> None:
+    def load_params(self, params: Iterable[tuple[str, Sliceable]]) -> None:
         stored = self._checked(params, self._compute)
         with self._context():
             self._params, self._state, self._config = self._put(stored), None, None
 
-    def _checked(self, params: Iterable[tuple[str, Array]], dtype: np.dtype[Any]) -> dict[str, Array]:
+    def _checked(self, params: Iterable[tuple[str, Sliceable]], dtype: np.dtype[Any]) -> dict[str, Array]:
         """Every canonical parameter, as stored host arrays of one dtype."""
         loader = StateLoader(self.program, groups=("params",))
 
         def checked() -> Iterator[tuple[str, Array]]:
-            for name, array in params:
-                loader.check("params", name, array.shape)
-                yield name, array
+            for name, tensor in params:
+                loader.check("params", name, tensor.shape)
+                yield name, whole(tensor)
 
         stored = self.model.stack(checked(), dtype)
         loader.finish()
@@ -224,7 +228,7 @@ class JaxSession:
 
     # Training
 
-    def init_optimizer(self, config: AdamW, params: Iterable[tuple[str, Array]] | None = None) -> None:
+    def init_optimizer(self, config: AdamW, params: Iterable[tuple[str, Sliceable]] | None = None) -> None:
         with self._context():
             if params is None:
                 masters = {name: array.astype(self._wide) for name, array in self._compute_params().items()}
@@ -294,15 +298,24 @@ class JaxSession:
             for name, array in self.model.unstack(getattr(state, group)):
                 yield group, name, array
 
-    def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Array]]) -> None:
+    def owned_boxes(self) -> Mapping[str, Sequence[Box]]:
+        return whole_boxes(self.program)
+
+    def owned_state(self) -> Iterator[tuple[str, str, Array]]:
+        return self.optimizer_state()
+
+    def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Sliceable]]) -> None:
         loader = StateLoader(self.program)
-        groups: dict[str, list[tuple[str, Array]]] = {group: [] for group in STATE_GROUPS}
-        for group, name, array in state:
-            loader.check(group, name, array.shape)
-            groups[group].append((name, array))
+        groups: dict[str, list[tuple[str, Sliceable]]] = {group: [] for group in STATE_GROUPS}
+        for group, name, tensor in state:
+            loader.check(group, name, tensor.shape)
+            groups[group].append((name, tensor))
         loader.finish()
         with self._context():
-            stored = {group: self._put(self.model.stack(groups.pop(group), self._wide)) for group in STATE_GROUPS}
+            stored = {
+                group: self._put(self.model.stack(((n, whole(t)) for n, t in groups.pop(group)), self._wide))
+                for group in STATE_GROUPS
+            }
             count = jax.device_put(np.int32(step_count), self.device)
             self._state = State(count=count, **stored)
         self._params, self._config = None, config

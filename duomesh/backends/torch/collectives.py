@@ -6,12 +6,14 @@ Groups go by name, which is what the ops take. Every call waits for its result; 
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import Tensor
 
-__all__ = ["all_gather", "all_max", "all_reduce", "reduce_scatter"]
+__all__ = ["all_gather", "all_gather_into", "all_max", "all_reduce", "reduce_scatter", "reduce_scatter_into"]
 
 _ops = torch.ops._c10d_functional
 
@@ -42,6 +44,11 @@ def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
         x = torch.cat(x.chunk(size, dim))
     out = _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
     return out if lead is None else out.reshape(*lead, *out.shape)
+
+
+# The executor's own, into buffers that it keeps. torch 2.13 has new names for these two.
+all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _led(x: Tensor, dim: int) -> tuple[tuple[int, ...] | None, Tensor]:

@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from duomesh.backends.torch.collectives import all_gather_into
 from duomesh.backends.torch.groups import Groups
 from duomesh.backends.torch.optim import Optimizer
 from duomesh.backends.torch.reduce import Leaf
 from duomesh.core.session import AdamW
+from duomesh.core.sharding.pieces import Span
 from duomesh.core.sharding.storage import Bucket, Member, Storage
 
 __all__ = ["FlatOptimizer", "FlatParams"]
@@ -73,7 +75,7 @@ class FlatParams:
         for bucket in self.storage.buckets:
             if bucket.shared:
                 mine = self.own(bucket).clone()
-                dist.all_gather_into_tensor(self.full[bucket.name], mine, group=self.groups.of(bucket.shared))
+                all_gather_into(self.full[bucket.name], mine, group=self.groups.of(bucket.shared))
             self.pull(bucket)
 
     # Storage that is shared: only ranges are kept, and buckets have memory while they are used
@@ -96,7 +98,7 @@ class FlatParams:
                 self._is_full[bucket.name] = True
                 self.pull(bucket)
                 return
-            work = dist.all_gather_into_tensor(
+            work = all_gather_into(
                 full, self._owned[bucket.name], group=self.groups.of(bucket.shared), async_op=True
             )
         self._works[bucket.name] = work
@@ -189,18 +191,12 @@ class FlatOptimizer:
         self._loading = self.inner.begin_load(step_count)
 
     @torch.no_grad()
-    def fill(self, group: str, bucket: Bucket, member: Member, local: Tensor) -> None:
-        """Sets what this rank owns of one parameter in one group, from its whole flattened local shard."""
-        part = self._flat.groups.place(bucket.shared)
-        first = bucket.flat(part).start
-        for found, low, high in bucket.slices(part):
-            if found.name != member.name:
-                continue
-            at = member.start + low - first
-            name, segment = next(
-                (n, s) for n, s in self._segments.items() if s.bucket is bucket and s.start <= at < s.stop
-            )
-            self._loading[group, name][at - segment.start : at - segment.start + high - low] = local[low:high]
+    def fill(self, group: str, span: Span, values: Tensor) -> None:
+        """Sets what this rank owns of one parameter in one group."""
+        name, segment = next(
+            (n, s) for n, s in self._segments.items() if s.bucket is span.bucket and s.start <= span.start < s.stop
+        )
+        self._loading[group, name][span.start - segment.start : span.stop - segment.start] = values
 
     def finish_load(self) -> None:
         """Rounds compute weights from their masters, and hands them out."""

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -32,7 +32,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from duomesh.backends.torch.watch import Failure, Limits, Watcher, doing, read_activity, read_failure, share_activity
+from duomesh.backends.torch.activity import doing, read_activity, share_activity
+from duomesh.backends.torch.verdict import Failure
+from duomesh.backends.torch.watch import Limits, Watcher, read_failure
 from duomesh.core import errors
 from duomesh.core.errors import BackendError, DuomeshError
 
@@ -244,13 +246,15 @@ def _config(world_size: int, logs: str) -> LaunchConfig:
 
 
 def _resolve(target: str | Target) -> Target:
+    """The function that a caller means; its module is the caller's, which may well stand above this one."""
     if not isinstance(target, str):
         return target
-    module, _, name = target.partition(":")
     try:
-        function: Target = getattr(import_module(module), name)
+        function: Target = resolve_name(target)
     except (ImportError, AttributeError, ValueError) as error:
         raise BackendError(f"{target!r} names no function ({error}). Write 'package.module:function'.") from error
+    if not callable(function):
+        raise BackendError(f"{target!r} names no function. Write 'package.module:function'.")
     return function
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from duomesh.backends.torch.collectives import reduce_scatter_into
 from duomesh.backends.torch.groups import Groups
 from duomesh.backends.torch.lower import LoweredModel
 from duomesh.core.sharding.storage import Bucket, Member, Storage
@@ -160,7 +161,7 @@ class GradientSums:
         if bucket.shared:
             part = flat.new_empty(bucket.size // bucket.parts)
             group = self._groups.of(bucket.shared)
-            work = dist.reduce_scatter_tensor(part, flat, group=group, async_op=True)
+            work = reduce_scatter_into(part, flat, group=group, async_op=True)
             self._works.append((work, bucket, part))
             if self._storage.zero >= 2:
                 del self._flat[use]  # kept by the work until it is done

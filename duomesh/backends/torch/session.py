@@ -1,7 +1,7 @@
 """The torch side of `core.session.Session`, on one device or on the ranks of a plan.
 
 Every rank of a plan has a session of its own and calls the same methods in the same order with the same arguments:
-whole batches and whole arrays, of which each takes its part.
+whole batches and whole tensors, of which each takes its part.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from duomesh.backends.torch.state import OneDevice, OnMesh, State
 from duomesh.backends.torch.whole import gather_value
 from duomesh.core.arrays import Array
 from duomesh.core.batch import Batch, denominator, num_targets
+from duomesh.core.boxes import Box, Sliceable
 from duomesh.core.dropout import DropoutKey, check_dropout, dropout_inputs
 from duomesh.core.errors import BackendError
 from duomesh.core.ir.program import ModelProgram
@@ -130,13 +131,13 @@ class TorchSession:
             raise BackendError("this session has no parameters yet; call load_params first.")
         return self._state
 
-    def load_params(self, params: Iterable[tuple[str, Array]]) -> None:
+    def load_params(self, params: Iterable[tuple[str, Sliceable]]) -> None:
         loader = StateLoader(self.program, groups=("params",))
         self._has_params = False  # until all have come: a stream that stops half-way leaves no usable weights
         self._state.optimizer = None
-        for name, array in params:
-            loader.check("params", name, array.shape)
-            self._state.set_param(name, array)
+        for name, tensor in params:
+            loader.check("params", name, tensor.shape)
+            self._state.set_param(name, tensor)
         loader.finish()
         self._state.end_of_params()
         self._has_params = True
@@ -267,16 +268,16 @@ class TorchSession:
 
     # Training
 
-    def init_optimizer(self, config: AdamW, params: Iterable[tuple[str, Array]] | None = None) -> None:
+    def init_optimizer(self, config: AdamW, params: Iterable[tuple[str, Sliceable]] | None = None) -> None:
         if params is None:
             self._filled().init_optimizer(config)
             return
         loader = StateLoader(self.program, groups=("params",))
         self._has_params = False
         self._state.begin_load(config, 0)
-        for name, array in params:
-            loader.check("params", name, array.shape)
-            self._state.set_state("master", name, array)
+        for name, tensor in params:
+            loader.check("params", name, tensor.shape)
+            self._state.set_state("master", name, tensor)
         loader.finish()
         self._state.end_load()
         self._has_params = True
@@ -310,13 +311,19 @@ class TorchSession:
     def optimizer_state(self) -> Iterator[tuple[str, str, Array]]:
         return self._trained().optimizer_state()
 
-    def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Array]]) -> None:
+    def owned_boxes(self) -> Mapping[str, Sequence[Box]]:
+        return self._state.owned_boxes()
+
+    def owned_state(self) -> Iterator[tuple[str, str, Array]]:
+        return self._trained().owned_state()
+
+    def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Sliceable]]) -> None:
         loader = StateLoader(self.program)
         self._has_params = False
         self._state.begin_load(config, step_count)
-        for group, name, array in state:
-            loader.check(group, name, array.shape)
-            self._state.set_state(group, name, array)
+        for group, name, tensor in state:
+            loader.check(group, name, tensor.shape)
+            self._state.set_state(group, name, tensor)
         loader.finish()
         self._state.end_load()
         self._has_params = True

@@ -1,40 +1,46 @@
-"""Weights and optimizer state of one rank, as whole host arrays under canonical names: on one device, and on a mesh.
+"""Weights and optimizer state of one rank, as host arrays under canonical names: on one device, and on a mesh.
 
 `OneDevice` keeps stored tensors as they are. `OnMesh` keeps them in flat buckets. Both answer the same calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from duomesh.backends.torch.arrays import to_array, to_tensor
+from duomesh.backends.torch.collectives import all_gather_into
 from duomesh.backends.torch.flat import FlatOptimizer, FlatParams
 from duomesh.backends.torch.groups import Groups
 from duomesh.backends.torch.lower import LoweredModel
 from duomesh.backends.torch.optim import Optimizer
 from duomesh.backends.torch.reduce import GradientSums, leaves_of
 from duomesh.backends.torch.units import Units
-from duomesh.backends.torch.whole import part_of, whole_param
+from duomesh.backends.torch.whole import whole_param
 from duomesh.core.arrays import Array
-from duomesh.core.session import AdamW
+from duomesh.core.boxes import Box, Sliceable, whole
+from duomesh.core.session import AdamW, whole_boxes
+from duomesh.core.sharding.pieces import spans
 from duomesh.core.sharding.storage import Bucket, Member, Storage
 
 __all__ = ["OnMesh", "OneDevice", "State"]
 
 
 class State(Protocol):
-    """What a session needs of its weights and optimizer. Whole arrays go by canonical name."""
+    """What a session needs of its weights and optimizer.
+
+    Tensors that come in, and arrays that go out, are whole parameters by canonical name; those of `owned_state` are the
+    rectangles of `owned_boxes`.
+    """
 
     optimizer: Any  # None until there is one
 
     @property
     def config(self) -> AdamW: ...
-    def set_param(self, name: str, whole: Array) -> None: ...
+    def set_param(self, name: str, tensor: Sliceable) -> None: ...
     def end_of_params(self) -> None:
         """After the last `set_param`."""
 
@@ -53,8 +59,10 @@ class State(Protocol):
     def update(self, lr: float, *, scale: float) -> None: ...
     def step_count(self) -> int: ...
     def optimizer_state(self) -> Iterator[tuple[str, str, Array]]: ...
+    def owned_boxes(self) -> Mapping[str, Sequence[Box]]: ...
+    def owned_state(self) -> Iterator[tuple[str, str, Array]]: ...
     def begin_load(self, config: AdamW, step_count: int) -> None: ...
-    def set_state(self, group: str, name: str, whole: Array) -> None: ...
+    def set_state(self, group: str, name: str, tensor: Sliceable) -> None: ...
     def end_load(self) -> None: ...
 
 
@@ -78,8 +86,8 @@ class OneDevice:
             yield name, to_array(self._rows(tensors, name))
 
     @torch.no_grad()
-    def set_param(self, name: str, whole: Array) -> None:
-        self._rows(self._stored, name).copy_(to_tensor(whole))
+    def set_param(self, name: str, tensor: Sliceable) -> None:
+        self._rows(self._stored, name).copy_(to_tensor(whole(tensor)))
 
     def end_of_params(self) -> None:
         """Nothing is derived from them."""
@@ -138,14 +146,20 @@ class OneDevice:
             for name, array in self._canonical(tensors):
                 yield group, name, array
 
+    def owned_boxes(self) -> Mapping[str, Sequence[Box]]:
+        return whole_boxes(self._program)
+
+    def owned_state(self) -> Iterator[tuple[str, str, Array]]:
+        return self.optimizer_state()
+
     def begin_load(self, config: AdamW, step_count: int) -> None:
         self.init_optimizer(config)
         self._loading = self._made().begin_load(step_count)
 
     @torch.no_grad()
-    def set_state(self, group: str, name: str, whole: Array) -> None:
+    def set_state(self, group: str, name: str, tensor: Sliceable) -> None:
         place = self._program.placements[name]
-        self._loading[group, place.storage][place.start : place.stop].copy_(to_tensor(whole))
+        self._loading[group, place.storage][place.start : place.stop].copy_(to_tensor(whole(tensor)))
 
     def end_load(self) -> None:
         self._loading = {}
@@ -163,6 +177,7 @@ class OnMesh:
         self._sharded = storage.sharded
         self._extents = storage.sharded.extents(batch=1, seq=1)
         self._program = model.program
+        self._spans = {span.name: span for span in spans(storage, groups.coordinate)}
         self._leaves = leaves_of(model, storage)
         self._flat = FlatParams(self._leaves, storage, groups)
         self._units = Units(storage, self._flat) if storage.zero == 3 else None
@@ -179,12 +194,6 @@ class OnMesh:
         bucket = self._storage.by_param[name, 0]
         return bucket, next(member for member in bucket.members if member.name == name)
 
-    def _part(self, name: str, whole: Array) -> Tensor:
-        """This rank's flattened part of a whole parameter."""
-        layout = self._sharded.params[name, 0]
-        part = part_of(whole, self._program.params[name], layout, self._extents, self._groups)
-        return to_tensor(part).reshape(-1)
-
     def _whole(self, name: str, local: Tensor) -> Array:
         layout = self._sharded.params[name, 0]
         return whole_param(local, self._program.params[name], layout, self._extents, self._groups)
@@ -199,14 +208,10 @@ class OnMesh:
             yield name, self._whole(name, full[1][member.start : member.start + member.size])
 
     @torch.no_grad()
-    def set_param(self, name: str, whole: Array) -> None:
-        bucket, member = self._bucket(name)
-        local = self._part(name, whole)
-        mine = bucket.flat(self._groups.place(bucket.shared)).start
-        for found, low, high in bucket.slices(self._groups.place(bucket.shared)):
-            if found is member:
-                at = member.start + low - mine
-                self._flat.own(bucket)[at : at + high - low].copy_(local[low:high])
+    def set_param(self, name: str, tensor: Sliceable) -> None:
+        span = self._spans.get(name)
+        if span is not None:
+            self._flat.own(span.bucket)[span.start : span.stop].copy_(to_tensor(span.fill(tensor)))
 
     def end_of_params(self) -> None:
         if self._storage.zero < 3:
@@ -239,7 +244,7 @@ class OnMesh:
         if not bucket.shared:
             return mine
         out = mine.new_empty(bucket.size)
-        dist.all_gather_into_tensor(out, mine, group=self._groups.of(bucket.shared))
+        all_gather_into(out, mine, group=self._groups.of(bucket.shared))
         return out
 
     def norm(self) -> Tensor:
@@ -273,12 +278,24 @@ class OnMesh:
             for name, array in self._all(owned):
                 yield group, name, array
 
+    def owned_boxes(self) -> Mapping[str, Sequence[Box]]:
+        return {name: [piece.box for piece in span.pieces] for name, span in self._spans.items() if span.is_first}
+
+    def owned_state(self) -> Iterator[tuple[str, str, Array]]:
+        for group, bucket, mine in self._made().state():
+            for name, span in self._spans.items():
+                if span.bucket is bucket and span.is_first:
+                    flat = to_array(mine[span.start : span.stop])
+                    yield from ((group, name, piece.of(flat)) for piece in span.pieces)
+
     def begin_load(self, config: AdamW, step_count: int) -> None:
         self.init_optimizer(config)
         self._made().begin_load(step_count)
 
-    def set_state(self, group: str, name: str, whole: Array) -> None:
-        self._made().fill(group, *self._bucket(name), self._part(name, whole))
+    def set_state(self, group: str, name: str, tensor: Sliceable) -> None:
+        span = self._spans.get(name)
+        if span is not None:
+            self._made().fill(group, span, to_tensor(span.fill(tensor)))
 
     def end_load(self) -> None:
         self._made().finish_load()

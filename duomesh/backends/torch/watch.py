@@ -5,9 +5,10 @@ does not block it. Every `beat_s` it writes what its rank is doing. Rank 0 reads
 Whoever finds a failure first writes it where all look; then every rank says it and leaves, by os._exit, since nothing
 else gets out of a blocked collective.
 
-Code says what it is doing with `doing`. A section may last `stall_s`; outside of sections only death is found.
+A section of `activity.doing` may last `stall_s`; outside of sections only death is found. A process that is stopped for
+longer than `dead_s` and goes on later counts as dead.
 
-Not here: who starts the ranks (see `launch.py`).
+Not here: who starts the ranks (`launch.py`), and who is to blame (`verdict.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import atexit
 import faulthandler
 import json
 import math
-import mmap
 import os
 import re
 import select
@@ -25,32 +25,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
-from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from duomesh.core.errors import BackendError, DuomeshError
+from duomesh.backends.torch.activity import current, doing
+from duomesh.backends.torch.verdict import STACK_CHARACTERS, Failure, Status, absent, judge, raised, silent
+from duomesh.core.errors import BackendError
 
-__all__ = [
-    "Activity",
-    "Failure",
-    "Limits",
-    "Status",
-    "Watcher",
-    "current",
-    "doing",
-    "judge",
-    "read_activity",
-    "read_failure",
-    "share_activity",
-]
+__all__ = ["Limits", "Watcher", "read_failure"]
 
 # Beats that a rank may miss once there is a sign that some rank is gone.
 _MISSED_BEATS = 4
@@ -60,10 +48,7 @@ _LINGER_S = 2.0
 _UNWIND_S = 20.0
 # Of the time after which a rank counts as dead: when one that cannot beat shows its stack and ends by itself.
 _LOCKED = 0.75
-_STACK_CHARACTERS = 8000
-_NAMED_RANKS = 8  # of a list, before "and 1016 more"
 _POLL_S = 0.02
-_PAGE_BYTES = 512
 _FINISHED = "finished"
 # What torch says, in errors of no class of their own, when another rank is gone.
 _LOST = re.compile("gloo|nccl|by peer|broken pipe|timed out", re.IGNORECASE)
@@ -85,200 +70,6 @@ class Limits:
             raise BackendError(f"dead_s={self.dead_s} with beat_s={self.beat_s}; it must be at least {needed}.")
 
 
-# What this process does
-
-
-class Activity(NamedTuple):
-    """What a process does, since when (monotonic), and how long it may. number: how many there were before it.
-
-    stall_s: None for the limit of the job. waits: it only waits for other ranks.
-    """
-
-    text: str
-    number: int
-    since_s: float
-    stall_s: float | None
-    waits: bool
-
-
-class _Process:
-    """The activity of this process. One for all threads and written without a lock: the last word counts."""
-
-    def __init__(self) -> None:
-        self.activity = Activity("nothing that it told", 0, time.monotonic(), math.inf, False)
-        self.page: mmap.mmap | None = None
-
-    def turn_to(self, text: str, stall_s: float | None, waits: bool) -> Activity:
-        """Sets the activity and returns the one before."""
-        before = self.activity
-        self.activity = Activity(text, before.number + 1, time.monotonic(), stall_s, waits)
-        if self.page is not None:
-            words = text.encode()[: _PAGE_BYTES - 1] + b"\0"
-            self.page[: len(words)] = words
-        return before
-
-
-_process = _Process()
-
-
-class _Section:
-    """What `doing` returns: left as a context manager, it puts the activity before it back."""
-
-    __slots__ = ("_before", "_text")
-
-    def __init__(self, text: str, before: Activity) -> None:
-        self._text, self._before = text, before
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not hasattr(error, "doing"):
-            with suppress(AttributeError):  # of an exception that is frozen
-                error.doing = self._text  # type: ignore[attr-defined]  # the innermost section is where it was raised
-        _process.turn_to(self._before.text, self._before.stall_s, self._before.waits)
-
-
-def doing(text: str, *, stall_s: float | None = None, waits: bool = False) -> _Section:
-    """Says what this process does from now on: `doing("step 12")`, or `with doing("step 12, save"):` for a while.
-
-    Costs about a microsecond.
-
-    Args:
-        text: completes "rank 3, during ...".
-        stall_s: how long it may last; None for the limit of the job, math.inf for no limit.
-        waits: whether it does nothing but wait for other ranks, as a collective does.
-    """
-    return _Section(text, _process.turn_to(text, stall_s, waits))
-
-
-def current() -> Activity:
-    """What this process does."""
-    return _process.activity
-
-
-def share_activity(path: Path) -> None:
-    """Keeps what this process does in a file too, which outlives it however it ends. `read_activity` reads it."""
-    path.write_bytes(bytes(_PAGE_BYTES))
-    with path.open("r+b") as file:
-        _process.page = mmap.mmap(file.fileno(), _PAGE_BYTES)
-    now = _process.activity
-    _process.turn_to(now.text, now.stall_s, now.waits)
-
-
-def read_activity(path: Path) -> str:
-    """What the process that shares a file did last; empty if none does."""
-    return path.read_bytes().partition(b"\0")[0].decode(errors="replace") if path.exists() else ""
-
-
-# What ranks tell each other
-
-
-@dataclass(frozen=True, kw_only=True)
-class Status:
-    """What a rank says of itself with beat number `beat`: its activity, and for how long.
-
-    is_overdue: for longer than allowed; then it adds its stack. waits: in a collective. is_done: at its end.
-    """
-
-    beat: int
-    doing: str
-    number: int
-    for_s: float
-    is_overdue: bool = False
-    waits: bool = False
-    is_done: bool = False
-    stack: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """Why a job ends: `rank`, during `doing`, did what `sentence` says in full. stack: of that rank, if known.
-
-    error: the class of what it raised.
-    """
-
-    kind: Literal["raised", "died", "hangs"]
-    rank: int
-    doing: str
-    sentence: str
-    stack: str = ""
-    error: str = ""
-
-
-def _raised(rank: int, error: BaseException) -> Failure:
-    at, name = str(getattr(error, "doing", current().text)), type(error).__name__
-    text = str(error) if isinstance(error, DuomeshError) else f"{name}: {error}".removesuffix(": ")
-    trace = "".join(traceback.format_exception(error))[-_STACK_CHARACTERS:]
-    sentence = f'rank {rank}, during "{at}": {text}'
-    return Failure(kind="raised", rank=rank, doing=at, sentence=sentence, stack=trace, error=name)
-
-
-def _silent(rank: int, status: Status, for_s: float) -> Failure:
-    sentence = (
-        f'rank {rank} has given no sign of life for {for_s:.1f} s; it last said "{status.doing}". It was killed, its '
-        "host or the network is gone, or native code does not let go of Python's lock."
-    )
-    return Failure(kind="died", rank=rank, doing=status.doing, sentence=sentence)
-
-
-def _absent(rank: int, start_s: float) -> Failure:
-    sentence = f"rank {rank} has not joined the others within {start_s:.0f} s. Look at its output, and at its host."
-    return Failure(kind="died", rank=rank, doing="start", sentence=sentence)
-
-
-def judge(statuses: Mapping[int, Status]) -> Failure | None:
-    """Which rank holds the job up, if any does.
-
-    A rank that is overdue and computes is to blame. Ranks that wait in a collective are not, as long as some rank may
-    still get there. If none may, they wait for each other, and the odd one out is named.
-    """
-    overdue = [rank for rank, status in sorted(statuses.items()) if status.is_overdue]
-    stuck = [rank for rank in overdue if not statuses[rank].waits]
-    if stuck:
-        # the one that got least far holds the others up
-        rank = min(stuck, key=lambda r: (statuses[r].number, -statuses[r].for_s, r))
-        what = f'hangs during "{statuses[rank].doing}": it has not got on for {statuses[rank].for_s:.0f} s'
-    elif overdue and all(status.is_overdue or status.is_done for status in statuses.values()):
-        # one that is ahead of the others has left something out
-        rank = min(statuses, key=lambda r: (_alike(statuses, r), -statuses[r].number, r))
-        what = f'hangs during "{statuses[rank].doing}"'
-        if statuses[rank].is_done:
-            what = "has finished, while others wait in a collective"
-        what += ": a rank left out a collective or met collectives in another order"
-    else:
-        return None
-    status = statuses[rank]
-    sentence = f"rank {rank} {what}{_others(statuses, rank)}."
-    shown = rank if status.stack else overdue[0]
-    stack = f"rank {shown} is here:\n{statuses[shown].stack}"
-    return Failure(kind="hangs", rank=rank, doing=status.doing, sentence=sentence, stack=stack)
-
-
-def _alike(statuses: Mapping[int, Status], rank: int) -> int:
-    """How many ranks are at the same place as this one."""
-    place = (statuses[rank].doing, statuses[rank].stack)
-    return sum((status.doing, status.stack) == place for status in statuses.values())
-
-
-def _others(statuses: Mapping[int, Status], rank: int) -> str:
-    """Where the other ranks are: ' (ranks 0, 2: "step 3"; rank 3: "step 2")', or nothing."""
-    places: dict[str, list[int]] = {}
-    for other, status in sorted(statuses.items()):
-        if other != rank:
-            places.setdefault(status.doing, []).append(other)
-    texts = [
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_NAMED_RANKS]))}"
-        + (f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else "")
-        + f': "{text}"'
-        for text, ranks in places.items()
-    ]
-    return f" ({'; '.join(texts)})" if texts else ""
-
-
-# Stacks
-
-
 def _stacks() -> tuple[str, bool]:
     """The Python stacks of all other threads, and whether one of them is inside of torch.distributed."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -287,7 +78,7 @@ def _stacks() -> tuple[str, bool]:
         if ident != threading.get_ident():
             texts.append(f"Thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)))
             waits |= _is_in_collective(frame)
-    return "".join(texts)[-_STACK_CHARACTERS:], waits
+    return "".join(texts)[-STACK_CHARACTERS:], waits
 
 
 def _is_in_collective(frame: FrameType | None) -> bool:
@@ -297,9 +88,6 @@ def _is_in_collective(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-# The watcher
 
 
 def _own_connection(store: dist.Store, limits: Limits) -> dist.Store:
@@ -375,7 +163,7 @@ class Watcher:
             while time.monotonic() < self._suspects_until_s:
                 time.sleep(_POLL_S)  # the thread ends the process if it finds the cause
         with suppress(dist.DistError):
-            self._claim(_raised(self.rank, error))
+            self._claim(raised(self.rank, error))
         self.stop()
         if not self.is_reported:
             get_error_handler().record_exception(error)
@@ -437,9 +225,9 @@ class Watcher:
         for rank in ranks:
             status, at_s = self._heard.get(rank, (None, self._started_s))
             if status is not None and now - at_s > patience_s:
-                return self._claim(_silent(rank, status, now - at_s))
+                return self._claim(silent(rank, status, now - at_s))
             if status is None and now - at_s > self.limits.start_s:
-                return self._claim(_absent(rank, self.limits.start_s))
+                return self._claim(absent(rank, self.limits.start_s))
         if self.rank == 0 and len(self._heard) == self.world_size:
             failure = judge({rank: status for rank, (status, _) in self._heard.items()})
             return failure and self._claim(failure)

@@ -1,11 +1,10 @@
-"""Between a rank's part of a value or a parameter and the whole, as host arrays.
+"""Whole values and parameters from the parts of all ranks, as host arrays.
 
-For loading, checkpoints and comparison: every rank takes part, and every rank gets the whole array.
+For comparison: every rank takes part, and every rank gets the whole array. Checkpoints go by pieces instead.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,19 +14,10 @@ from duomesh.backends.torch.groups import Groups
 from duomesh.core.arrays import Array
 from duomesh.core.ir.values import Axes, Param
 from duomesh.core.sharding.layouts import Extents, Layout
-from duomesh.core.sharding.local import local_param, stored_indices
 from duomesh.core.sharding.program import param_axes
 from duomesh.kernels.reference.ranks import Ranks
 
-__all__ = ["gather_value", "part_of", "whole_param"]
-
-
-def part_of(whole: Array, param: Param, layout: Layout, extents: Extents, groups: Groups) -> Array:
-    """A rank's part of a stored parameter, rows of padding filled with zeros."""
-    indices = stored_indices(param, layout, extents, groups.coordinate)
-    part = whole[np.ix_(*indices)]
-    missing = local_param(param, layout, extents).shape[0] - part.shape[0]
-    return np.pad(part, [(0, missing), *[(0, 0)] * (part.ndim - 1)]) if missing else part
+__all__ = ["gather_value", "whole_param"]
 
 
 def whole_param(local: Tensor, param: Param, layout: Layout, extents: Extents, groups: Groups) -> Array:

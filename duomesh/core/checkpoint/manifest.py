@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from duomesh.core.boxes import Box
 from duomesh.core.errors import CheckpointError
 from duomesh.core.session import AdamW, ComputeDType
 from duomesh.core.spec.codec import decode, encode
@@ -17,7 +18,8 @@ __all__ = ["MANIFEST", "Manifest", "Shard", "StoredTensor", "TrainingState", "re
 
 MANIFEST = "manifest.json"
 _FORMAT = "duomesh-checkpoint"
-_VERSION = 1
+_VERSION = 2  # 1 had no slices under keys of their own
+_READABLE = (1, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +44,20 @@ class TrainingState:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A slice of a tensor in one file: its place in the global tensor, its shape and the blake2b of its bytes."""
+    """A slice of a tensor in one file: its place in the global tensor, its shape and the blake2b of its bytes.
+
+    key: its name in the file; None for that of the tensor.
+    """
 
     file: str
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     checksum: str
+    key: str | None = None
+
+    @property
+    def box(self) -> Box:
+        return tuple((start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,29 +83,39 @@ class StoredFile:
 class Manifest:
     """Everything but the tensors' data.
 
-    written_by: backend and library version, for people. training: None for weights without an optimizer.
+    written_by: backend and library version, and plan: the plan that it ran, for people. training: None for weights
+    without an optimizer.
     config: the effective configuration as JSON values, {} if there is none.
     """
 
     spec: ModelSpec
     written_by: str
+    plan: str
     training: TrainingState | None
     config: dict[str, Any]
     files: tuple[StoredFile, ...]
     tensors: tuple[StoredTensor, ...]
 
     def to_json(self) -> str:
+        """One line for each entry, and for each file and tensor: there may be many."""
         data = {
             "format": _FORMAT,
             "version": _VERSION,
             "written_by": self.written_by,
+            "plan": self.plan,
             "training": encode(self.training),
             "config": self.config,
             "spec": spec_to_dict(self.spec),
             "files": encode(self.files),
             "tensors": encode(self.tensors),
         }
-        return json.dumps(data, indent=1)
+        return "{\n" + ",\n".join(f"{json.dumps(key)}: {_lines(value)}" for key, value in data.items()) + "\n}\n"
+
+
+def _lines(value: Any) -> str:
+    if not isinstance(value, list):
+        return json.dumps(value)
+    return "[\n" + ",\n".join(json.dumps(item) for item in value) + "\n]"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -109,9 +129,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is not valid JSON: {error}. The checkpoint is damaged.") from None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise CheckpointError(f"{path} does not describe a duomesh checkpoint.")
-    if data.get("version") != _VERSION:
+    if data.get("version") not in _READABLE:
         raise CheckpointError(
-            f"{path} has format version {data.get('version')!r}; this release reads version {_VERSION}."
+            f"{path} has format version {data.get('version')!r}; this release reads {' and '.join(map(str, _READABLE))}."
         )
     missing = [key for key in ("written_by", "training", "config", "spec", "files", "tensors") if key not in data]
     if missing or not isinstance(data["config"], dict):
@@ -120,6 +140,7 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(
         spec=spec_from_dict(data["spec"]),
         written_by=str(data["written_by"]),
+        plan=str(data.get("plan", "")),
         training=None if training is None else _part(TrainingState, training, path, "training"),
         config=data["config"],
         files=_part(tuple[StoredFile, ...], data["files"], path, "files"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -10,9 +10,18 @@ from duomesh.core.arrays import Array
 from duomesh.core.ir.storage import Member, Slot
 from duomesh.core.ir.values import Attr, Axis, Param
 from duomesh.core.sharding.layouts import Extents, Layout
+from duomesh.core.sharding.mesh import Mesh
 from duomesh.core.sharding.program import ShardedCall, ShardedProgram, param_axes
 
-__all__ = ["local_kwargs", "local_param", "local_slots", "stored_indices"]
+__all__ = ["local_kwargs", "local_param", "local_slots", "place_on", "stored_indices"]
+
+
+def place_on(mesh: Mesh, axes: Iterable[str], coordinate: Mapping[str, int]) -> int:
+    """A rank's place among those that differ from it on these axes only, axes from major to minor."""
+    place = 0
+    for axis in axes:
+        place = place * mesh.size(axis) + coordinate[axis]
+    return place
 
 
 def local_param(param: Param, layout: Layout, extents: Extents) -> Param:
@@ -62,9 +71,7 @@ def stored_indices(param: Param, layout: Layout, extents: Extents, coordinate: M
         positions = np.zeros(1, np.int64)
         for axis in group:
             size, length = axis.size or 0, held[axis.name]
-            place = 0
-            for name in extents.splitting(axis.name, layout):
-                place = place * extents.mesh.size(name) + coordinate[name]
+            place = place_on(extents.mesh, extents.splitting(axis.name, layout), coordinate)
             along = np.arange(min(place * length, size), min((place + 1) * length, size))
             positions = (positions[:, None] * size + along).reshape(-1)
         out.append(positions)

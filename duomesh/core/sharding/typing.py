@@ -3,7 +3,7 @@
 Axes are typed independently of each other. A declared rule says what the axis splits; everything else follows, op by
 op, from signatures (docs/design.md, section 4). In order of precedence, an op is
 
-1. on the residual stream: split as the stream is declared, or whole;
+1. on the residual stream, or a dropout before it: split as the stream is declared, or whole;
 2. a dispatch to experts or a combine of what they made: by what the axis splits of the experts;
 3. split on a dim on which one of its parameters is split;
 4. a sum, if it is linear in its partial operands and nothing else is split;
@@ -107,8 +107,11 @@ class _Typer:
 
     def _choose(self, view: OpView) -> Mode:
         op = view.op
-        if op.kind == "add" and any(name in self._stream for name in op.inputs):
+        is_residual = op.kind == "add" and any(name in self._stream for name in op.inputs)
+        if is_residual:
             self._stream.update(op.outputs)
+        # what a dropout leaves goes to the stream: split alike, a rank draws masks for its own part only
+        if is_residual or op.kind == "dropout":
             return WHOLE if self._rule.stream is None else split(self._rule.stream)
         mode = self._of_experts(op) if op.kind in ("dispatch", "combine") else None
         return mode or self._by_param(op) or self._by_activation(view)

@@ -54,6 +54,7 @@ class ModelConfig:
     max_positions: int | None = None
     tie_embeddings: bool | None = None
     init_std: float | None = None
+    dropout: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

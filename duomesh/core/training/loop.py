@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from duomesh.core.batch import Batch
 from duomesh.core.checkpoint import TrainingState, checkpoint_path, find_fault, keep_last, write_checkpoint
 from duomesh.core.data.sampler import Sampler
+from duomesh.core.dropout import DropoutKey
 from duomesh.core.errors import TrainingError
 from duomesh.core.session import Session, StepResult
 from duomesh.core.spec.codec import encode
@@ -84,13 +85,15 @@ def train(
         step = progress.step + 1
         batches = data.train.batches(progress.consumed_samples, run.global_batch_size, run.micro_batch_size)
         rate = learning_rate(step, run.steps, config.optimizer)
-        result = session.train_step(batches, rate)
+        result = session.train_step(batches, rate, dropout=DropoutKey(run.seed, step))
         log(_step_row(step, rate, result, batches, time.perf_counter() - began, run.backend))
 
         skipped_in_a_row = skipped_in_a_row + 1 if result.is_skipped else 0
         if skipped_in_a_row == run.max_skipped:
             ids = data.train.sample_ids(progress.consumed_samples, run.global_batch_size)
-            raise TrainingError(_explain_skips(session, batches, ids.tolist(), step, skipped_in_a_row))
+            raise TrainingError(
+                _explain_skips(session, batches, ids.tolist(), DropoutKey(run.seed, step), skipped_in_a_row)
+            )
         progress = progress.after(result, batches)
 
         is_last = step == last_step
@@ -176,7 +179,9 @@ def _save(session: Session, data: TrainingData, config: TrainConfig, progress: P
     return CheckpointRow(step=progress.step, time=time.time(), path=str(target), seconds=time.perf_counter() - began)
 
 
-def _explain_skips(session: Session, batches: Sequence[Batch], sample_ids: list[int], step: int, count: int) -> str:
+def _explain_skips(
+    session: Session, batches: Sequence[Batch], sample_ids: list[int], key: DropoutKey, count: int
+) -> str:
     """Looks for the culprit: the samples whose loss is not finite, and the first parameter whose gradient is not."""
     rows = len(batches[0].tokens)
     bad = [
@@ -188,11 +193,11 @@ def _explain_skips(session: Session, batches: Sequence[Batch], sample_ids: list[
     if not any(batch.weights.any() for batch in batches):
         reason = "no sample has a target"
     else:
-        _, grads = session.loss_and_grads(batches)
+        _, grads = session.loss_and_grads(batches, dropout=key)
         names = [name for name, grad in grads.items() if not math.isfinite(float(abs(grad.astype("float64")).max()))]
         what = f"the gradient of {names[0]} and of {len(names) - 1} more" if names else "the gradient's global norm"
         reason = f"{what} is not finite" + (", nor is the loss of these samples" if bad else "")
     return (
-        f"{count} steps in a row were skipped, up to step {step}: {reason} (samples {', '.join(map(str, ids))}). "
+        f"{count} steps in a row were skipped, up to step {key.step}: {reason} (samples {', '.join(map(str, ids))}). "
         "Weights are as they were before. Lower optimizer.lr, lengthen the warm-up, or look at these samples."
     )

@@ -25,7 +25,7 @@ class Model:
 def change_spec(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
     """The spec with every number that [model] gives. Raises SpecError or ConfigError if they do not fit together."""
     blocks = tuple(_change_block(block, config) for block in _layers(spec, config.num_layers))
-    top = ("vocab_size", "hidden_size", "max_positions", "tie_embeddings", "init_std")
+    top = ("vocab_size", "hidden_size", "max_positions", "tie_embeddings", "init_std", "dropout")
     return replace(spec, blocks=blocks, **_given(config, *top))
 
 

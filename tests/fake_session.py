@@ -7,17 +7,19 @@ written from its formula, in the run's wide dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from duomesh.core.arrays import DTYPES, Array
 from duomesh.core.batch import Batch, num_targets
+from duomesh.core.boxes import Box, Sliceable, whole
 from duomesh.core.dropout import DropoutKey
 from duomesh.core.errors import BackendError
 from duomesh.core.init import initial_params
 from duomesh.core.ir.build import build_program
-from duomesh.core.session import STATE_GROUPS, AdamW, ComputeDType, StateLoader, StepResult, Trace
+from duomesh.core.plan.plan import Plan
+from duomesh.core.session import STATE_GROUPS, AdamW, ComputeDType, StateLoader, StepResult, Trace, whole_boxes
 from duomesh.core.spec.model import AttentionSpec, BlockSpec, MlpSpec, ModelSpec, NormSpec
 
 __all__ = ["FakeSession", "tiny_spec"]
@@ -61,7 +63,7 @@ class FakeSession:
         nan_at: Sequence[int] = (),
         nan_tokens: Sequence[int] = (),
     ) -> None:
-        self.program = build_program(spec)
+        self.program, self.plan = build_program(spec), Plan()
         self.compute_dtype = compute_dtype
         self.wide = DTYPES["float64" if compute_dtype == "float64" else "float32"]
         self.master = {n: a.astype(self.wide) for n, a in initial_params(self.program, seed)}
@@ -78,10 +80,11 @@ class FakeSession:
     def params(self) -> Iterator[tuple[str, Array]]:
         yield from ((name, self._rounded(name)) for name in self.program.params)
 
-    def load_params(self, params: Iterable[tuple[str, Array]]) -> None:
+    def load_params(self, params: Iterable[tuple[str, Sliceable]]) -> None:
         loader = StateLoader(self.program, ("params",))
-        for name, array in params:
-            loader.check("params", name, array.shape)
+        for name, tensor in params:
+            loader.check("params", name, tensor.shape)
+            array = whole(tensor)
             self.master[name] = array.astype(DTYPES[self.compute_dtype]).astype(self.wide)
         loader.finish()
         self.config = None
@@ -126,12 +129,12 @@ class FakeSession:
     def logits(self, tokens: Array) -> Array:
         return np.asarray(self._rounded("embed.weight")[tokens] @ self._rounded("head.weight").T)
 
-    def init_optimizer(self, config: AdamW, params: Iterable[tuple[str, Array]] | None = None) -> None:
+    def init_optimizer(self, config: AdamW, params: Iterable[tuple[str, Sliceable]] | None = None) -> None:
         if params is not None:
             loader = StateLoader(self.program, ("params",))
-            for name, array in params:
-                loader.check("params", name, array.shape)
-                self.master[name] = array.astype(self.wide)
+            for name, tensor in params:
+                loader.check("params", name, tensor.shape)
+                self.master[name] = whole(tensor).astype(self.wide)
             loader.finish()
         self.config, self.count = config, 0
         self.moments = tuple({n: np.zeros_like(a) for n, a in self.master.items()} for _ in range(2))  # type: ignore
@@ -169,13 +172,20 @@ class FakeSession:
         for group, arrays in zip(STATE_GROUPS, (self.master, *self.moments), strict=True):
             yield from ((group, name, arrays[name]) for name in self.program.params)
 
-    def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Array]]) -> None:
+    def owned_boxes(self) -> Mapping[str, Sequence[Box]]:
+        return whole_boxes(self.program)
+
+    def owned_state(self) -> Iterator[tuple[str, str, Array]]:
+        return self.optimizer_state()
+
+    def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Sliceable]]) -> None:
         self.init_optimizer(config)
         self.count = step_count
         groups = dict(zip(STATE_GROUPS, (self.master, *self.moments), strict=True))
         loader = StateLoader(self.program)
-        for group, name, array in state:
-            loader.check(group, name, array.shape)
+        for group, name, tensor in state:
+            loader.check(group, name, tensor.shape)
+            array = whole(tensor)
             assert array.dtype == self.wide, (group, name, array.dtype)
             groups[group][name] = array
         loader.finish()

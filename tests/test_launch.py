@@ -119,7 +119,11 @@ def test_a_rank_on_its_own_fails_alike(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "error", "shown"),
-    [("raise", "BackendError", "in _fail"), ("user error", "DataError", ""), ("hang", "BackendError", "time.sleep")],
+    [
+        ("raise", "BackendError", "in _fail"),
+        ("user error", "DataError", ""),
+        pytest.param("hang", "BackendError", "time.sleep", marks=pytest.mark.slow),
+    ],
 )
 def test_the_last_line_on_screen_is_the_first_error(tmp_path: Path, how: str, error: str, shown: str) -> None:
     """Before it comes the stack of the rank that failed, unless its user made the mistake."""

@@ -97,7 +97,7 @@ IMPOSSIBLE: dict[str, tuple[ModelSpec, str, dict[str, int], list[str]]] = {
         EVEN,
         "tp=2,cp=3,sequence_parallel",
         {"seq": 16},
-        [r"seq=16, cp=3, tp=2: 2\*cp\*tp=12 must divide the sequence length under .*; use seq=12 or 24."],
+        [r"seq=16, cp=3, tp=2: 2\*cp=6 and cp\*tp=6 must divide the sequence length under .*; use seq=12 or 18."],
     ),
     "sequence_over_cp": (
         EVEN,
@@ -181,6 +181,12 @@ IMPOSSIBLE: dict[str, tuple[ModelSpec, str, dict[str, int], list[str]]] = {
         "dp=12,zero=1,zero_shard=4,ep=6,etp=1",
         {},
         ["dp=12,cp=1,tp=1, ep=6, etp=1, zero_shard=4: .* at 4 and at 6, which is no multiple.*; leave zero_shard out."],
+    ),
+    "copies_of_kv_heads_without_atoms": (
+        model(replace(attention(num_heads=12, num_kv_heads=2), mlp=WIDE.mlp, moe=MOE), vocab_size=48),
+        "tp=6,ep=3,etp=2",
+        {"seq": 24},
+        ["dp=1,cp=1,tp=6, ep=3, etp=2: tp=2,tp_copies=3 .* at 2 and at 3, which is no multiple.*; use another tp"],
     ),
     "experts_that_ep_does_not_divide": (
         EXPERTS,

@@ -116,6 +116,18 @@ def test_movements() -> None:
     assert "reshard of mlp.down.weight to w@1: a parameter's P -> I on dp is an all-reduce within the step" in sentence
 
 
+def test_programs_that_do_not_fit_together() -> None:
+    """The head of another plan, a parameter held otherwise than it is used, an instruction that comes too late."""
+    made, other = sharded("plain", "sp2"), sharded("plain", "tp2")
+    mixed = replace(made, programs={**made.programs, "head": other.programs["head"]})
+    assert "head: input x on axis tp is I; it comes as S(seq) from block0." in fault(mixed)
+    key = ("head.norm.weight", 0)
+    held = replace(made, params={**made.params, key: {"tp": INVARIANT}})
+    assert "head: parameter norm.weight on axis tp is R, and stage 0 holds it as I." in fault(held)
+    late = changed("block0", lambda p: replace(p, instructions=tuple(reversed(p.instructions))))
+    assert "block0: mlp.down@1 is used before anything makes it." in fault(late)
+
+
 def test_every_fault_is_told() -> None:
     def two(program: ShardedProgram) -> ShardedProgram:
         return with_state(with_state(program, "mlp.down", "tp", REPLICATED), "attention_norm@1", "tp", INVARIANT)

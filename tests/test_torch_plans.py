@@ -3,21 +3,41 @@ what the sharded program lists."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from plan_matrix import AXES, MATRIX, PlanCase, pairs_of
-from plan_runs import VOCAB, Outcome, plan_batches, plan_model, reference_steps, run_largest, run_plan, run_trace
+from plan_runs import (
+    CONFIG,
+    LR,
+    VOCAB,
+    Outcome,
+    plan_batches,
+    plan_model,
+    reference_steps,
+    run_largest,
+    run_plan,
+    run_trace,
+)
 from rank_pool import RankError, RankPool
-from sharding_cases import assert_same_grads, params_of
+from sharding_cases import COPIES, CP, DP, SP, assert_same_grads, mesh_of, params_of
 
+from duomesh.backends.torch.groups import Groups
+from duomesh.backends.torch.lower import LoweredModel
+from duomesh.backends.torch.session import TorchSession
 from duomesh.core.bounds import bound
 from duomesh.core.ir.build import build_program
+from duomesh.core.plan.plan import Plan
+from duomesh.core.sharding.program import shard_model
 from duomesh.core.sharding.storage import Bucket
 from duomesh.core.verify.compare import gradient_floor, relative_error
 from duomesh.kernels.reference.model import ReferenceModel
+
+CPU = torch.device("cpu")
 
 
 @lru_cache
@@ -134,3 +154,38 @@ def test_no_rank_holds_whole_logits(ranks: RankPool, plan: str) -> None:
         # scores of all heads of a rank are the largest activation of this small model
         scores = samples * seq * seq * 8 // 4
         assert elements < max(logits, bucket + 1, scores + 1), op
+
+
+def test_axes_of_size_one_leave_no_trace() -> None:
+    """The source of a rank whose axes all have size 1 is that of one device: no movement, no copy, no autograd node."""
+    program = build_program(plan_model())
+    rules = [replace(DP, axis="dp_replicas"), DP, CP, SP, COPIES]
+    meshes = (mesh_of([]), mesh_of([(rule, 1) for rule in rules]))
+    plain, ones = (
+        LoweredModel(shard_model(program, mesh, rules), Groups(mesh, [], CPU), torch.float32, CPU)
+        for mesh, rules in meshes
+    )
+    for (_, one), (_, other) in zip(plain.steps, ones.steps, strict=True):
+        assert one.source == other.source and not other.moves and not other.splits
+        assert "reshard" not in one.source and "split" not in one.source
+    assert [p.shape for p in plain.parameters()] == [p.shape for p in ones.parameters()]
+
+
+def run_compiled(rank: int, world: int, plan: str, spec: Any) -> list[list[float]]:
+    """Losses of two steps, eager and compiled."""
+    out = []
+    for compile in (False, True):
+        session = TorchSession(build_program(spec), plan=Plan.parse(plan), device="cpu", compile=compile)
+        session.load_params((n, a.astype(np.float32)) for n, a in params_of(session.program).items())
+        session.init_optimizer(CONFIG)
+        out.append([session.train_step(plan_batches(1), LR).loss for _ in range(2)])
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["tp=2,sequence_parallel", "dp=2,zero=3"])
+def test_compiled_ranks_learn_as_eager_ones(ranks: RankPool, plan: str) -> None:
+    """Every program compiles as one graph, its collectives with it."""
+    eager, compiled = ranks.run(2, run_compiled, plan, plan_model(), timeout_s=300)[0]
+    assert eager[1] < eager[0]
+    assert np.abs(np.subtract(eager, compiled)).max() <= bound("loss", "float32") * eager[0]

@@ -174,21 +174,15 @@ def test_resume_is_bit_equal(train: Trainer, dtype: str, stop: int) -> None:
     assert rest.column("step", "run") == [0, stop]
 
 
-def test_every_step_has_masks_of_its_own_and_a_resumed_one_those_it_would_have_had(train: Trainer) -> None:
-    whole = train(train__output=train.folder / "whole", train__seed=77)
-    assert whole.session.keys == [DropoutKey(77, step) for step in range(1, 11)]
-    train(train__stop_step=4, train__seed=77)
-    rest = train(train__resume="must", train__seed=77)
-    assert rest.session.keys == whole.session.keys[4:]
-    samples = [batch.sample_ids.tolist() for step in whole.session.seen for batch in step]
-    assert samples == [[*range(first, first + 4)] for first in range(0, 80, 4)]
-
-
 def test_c106_the_two_halves_are_fed_what_the_whole_is(train: Trainer) -> None:
-    whole = train(train__steps=20, train__output=train.folder / "whole")
-    first = train(train__steps=20, train__stop_step=7)
-    second = train(train__steps=20, train__resume="must")
-    assert tokens_of(first.session.seen) + tokens_of(second.session.seen) == tokens_of(whole.session.seen)
+    """Tokens, the numbers of samples, and what dropout masks are drawn for."""
+    whole = train(train__steps=20, train__seed=77, train__output=train.folder / "whole").session
+    first = train(train__steps=20, train__seed=77, train__stop_step=7).session
+    second = train(train__steps=20, train__seed=77, train__resume="must").session
+    assert tokens_of(first.seen) + tokens_of(second.seen) == tokens_of(whole.seen)
+    assert first.keys + second.keys == [DropoutKey(77, step) for step in range(1, 21)]
+    ids = [batch.sample_ids.tolist() for step in first.seen + second.seen for batch in step]
+    assert ids == [[*range(place, place + 4)] for place in range(0, 160, 4)]
 
 
 def test_c111_only_the_global_batch_defines_progress(train: Trainer) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.markup import escape
 
@@ -31,6 +31,9 @@ Every setting of the file can be given on the command line by its dotted name:
 A name without a dot belongs to [train]: --backend jax is train.backend=jax.
 
 --check prints every value with its source and stops.
+
+A plan of several ranks (train.plan=tp=2,dp=2) starts them on this host. On many hosts, or under a scheduler, let
+torchrun start the same command on each: torchrun --nnodes 4 --nproc-per-node 8 -m duomesh.cli.main train run.toml
 """
 
 
@@ -102,7 +105,8 @@ def _find_model(config: TrainConfig) -> Model:
 
 
 def _make_session(spec: ModelSpec, run: RunConfig) -> Session:
-    return new_session(spec, backend=run.backend, dtype=run.dtype, device=run.device, compile=run.compile)
+    plan = run.full_plan
+    return new_session(spec, backend=run.backend, dtype=run.dtype, device=run.device, compile=run.compile, plan=plan)
 
 
 def _check_tokenizer(resolved: Resolved) -> None:
@@ -150,6 +154,31 @@ def run(args: Args) -> int:
     if args.is_check:
         _print_settings(resolved)
         return 0
-    outcome = run_training(resolved, _find_model, _make_session, Console())
+    outcome = _train(resolved, args)
+    if outcome is None:
+        return 0  # rank 0 has said it
     print(_summary(outcome, resolved.config.train.steps))
     return 128 + outcome.signal if outcome.signal else 0
+
+
+def _train(resolved: Resolved, args: Args) -> Outcome | None:
+    """On this process, or on the ranks of the plan; None on a rank other than 0."""
+    run = resolved.config.train
+    world_size = run.full_plan.world_size
+    if world_size == 1:
+        return run_training(resolved, _find_model, _make_session, Console())
+    if run.backend != "torch":
+        raise ConfigError(f"train.plan={run.plan} has {world_size} ranks; {run.backend} cannot run on them yet.")
+    from duomesh.backends.torch.launch import launch
+
+    made = launch(world_size, "duomesh.cli.train:train_on_rank", args, device=run.device)
+    return cast(Outcome | None, made)
+
+
+def train_on_rank(context: Any, args: Args) -> Outcome | None:
+    """One rank's part of a run."""
+    from duomesh.backends.torch.peers import JobPeers
+
+    resolved = resolve(args.file, args.overrides)
+    outcome = run_training(resolved, _find_model, _make_session, Console(), JobPeers())
+    return outcome if context.rank == 0 else None

@@ -64,17 +64,17 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> 
 
 def random_bits(seed: int, name: str, start: int, stop: int) -> npt.NDArray[np.uint64]:
     """[stop - start] words of 32 random bits (in uint64) of elements start..stop of the stream `name`."""
-    return _bits_of_runs(seed, name, np.array([start]), stop - start)[0]
+    return _bits_of_runs(seed, name, np.array([start]), stop - start).reshape(-1)
 
 
 def _bits_of_runs(seed: int, name: str, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.uint64]:
     """[runs, length]: the bits of several runs of equal length."""
     skipped = starts % 4  # a counter makes four words
     blocks = -(-(int(skipped.max(initial=0)) + length) // 4)
-    counter = (starts // 4)[:, None].astype(np.uint64) + np.arange(blocks, dtype=np.uint64)
+    counter: Words = np.add.outer(starts.astype(np.uint64) // np.uint64(4), np.arange(blocks, dtype=np.uint64))
     zeros = np.zeros_like(counter)
     made = philox((counter & _U32, counter >> _SHIFT, zeros, zeros), key_words(seed, name))
-    words = np.stack(made, axis=-1).reshape(len(starts), 4 * blocks)
+    words: Words = np.stack(made, axis=-1).reshape(len(starts), 4 * blocks)
     if len(set(skipped.tolist())) == 1:
         return words[:, skipped[0] : skipped[0] + length]
     return np.take_along_axis(words, skipped[:, None] + np.arange(length), axis=1)

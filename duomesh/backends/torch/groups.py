@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from duomesh.backends.torch.activity import doing
 from duomesh.core.errors import BackendError
 from duomesh.core.sharding.collectives import StepShape, step_collectives
 from duomesh.core.sharding.mesh import Mesh
@@ -23,11 +24,14 @@ class Stage:
     def __init__(self) -> None:
         self.name = "idle"
 
+        self.step = 0  # updates that were begun
+
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         before, self.name = self.name, name
         try:
-            yield
+            with doing(f"step {self.step}, {name}"):
+                yield
         finally:
             self.name = before
 

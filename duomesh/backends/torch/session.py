@@ -292,6 +292,7 @@ class TorchSession:
         check_learning_rate(lr)
         check_dropout(self.program, dropout)
         targets = num_targets(batches)
+        self.groups.stage.step += 1
         if targets == 0:
             return StepResult(0.0, 0.0, 0.0, is_skipped=True)
         terms = self._backward(batches, targets, dropout)

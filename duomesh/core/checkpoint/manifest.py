@@ -130,9 +130,8 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise CheckpointError(f"{path} does not describe a duomesh checkpoint.")
     if data.get("version") not in _READABLE:
-        raise CheckpointError(
-            f"{path} has format version {data.get('version')!r}; this release reads {' and '.join(map(str, _READABLE))}."
-        )
+        known = " and ".join(map(str, _READABLE))
+        raise CheckpointError(f"{path} has format version {data.get('version')!r}; this release reads {known}.")
     missing = [key for key in ("written_by", "training", "config", "spec", "files", "tensors") if key not in data]
     if missing or not isinstance(data["config"], dict):
         raise CheckpointError(f"{path} lacks a usable {(missing or ['config'])[0]!r}. The checkpoint is damaged.")

@@ -1,16 +1,15 @@
-"""Reading a checkpoint: opened and checked without touching tensor data, then tensor by tensor."""
+"""Reading a checkpoint: opened and checked without touching tensor data, then tensor by tensor, or piece by piece."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import combinations
-from math import prod
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from duomesh.core.arrays import DTYPES, Array
+from duomesh.core.boxes import Box, Deferred, box_shape, common, show_box, slices, tiles, whole, within
 from duomesh.core.checkpoint.manifest import MANIFEST, Shard, StoredTensor, TrainingState, read_manifest
 from duomesh.core.checkpoint.write import checksum
 from duomesh.core.closing import Closing
@@ -23,34 +22,17 @@ from duomesh.core.tensorfile import TensorFile
 __all__ = ["Checkpoint"]
 
 
-def _is_tiled(tensor: StoredTensor) -> bool:
-    """Whether slices lie within the tensor, overlap nowhere and together have all of its elements."""
-    boxes = [tuple(zip(shard.offset, shard.shape, strict=False)) for shard in tensor.shards]
-    for shard, box in zip(tensor.shards, boxes, strict=True):
-        if not len(shard.offset) == len(shard.shape) == len(tensor.shape):
-            return False
-        if any(
-            start < 0 or size < 0 or start + size > whole
-            for (start, size), whole in zip(box, tensor.shape, strict=True)
-        ):
-            return False
-    for a, b in combinations(boxes, 2):
-        if all(i < j + m and j < i + n for (i, n), (j, m) in zip(a, b, strict=True)):
-            return False
-    return sum(prod(shard.shape) for shard in tensor.shards) == prod(tensor.shape)
-
-
 class Checkpoint(Closing):
     """A complete checkpoint directory.
 
     Args:
         path: the directory.
-        verify: compare every stored slice that is read with its checksum. A read of a few rows then reads the
-            whole slice; without it only the rows.
+        verify: compare every stored slice that is read whole with its checksum. What is read of others is not
+            compared: the rest of the slice would have to be read as well.
 
     Attributes:
         spec: the model. training: the run's progress; None for weights alone. config: its configuration, or {}.
-        written_by: backend and version that wrote it.
+        written_by: backend and version that wrote it. plan: by which its ranks shared the model.
 
     Raises:
         CheckpointError: the directory is missing, incomplete or damaged; a tensor that the spec needs is not there.
@@ -68,9 +50,11 @@ class Checkpoint(Closing):
         self.spec: ModelSpec = manifest.spec
         self.training: TrainingState | None = manifest.training
         self.config: Mapping[str, Any] = manifest.config
-        self.written_by = manifest.written_by
+        self.written_by, self.plan = manifest.written_by, manifest.plan
+        self._names = tuple(build_program(self.spec).params)
         self._tensors = {(tensor.group, tensor.name): tensor for tensor in manifest.tensors}
         self._files: dict[str, TensorFile] = {}
+        self._closed_bytes = 0
         self._listed = {file.name for file in manifest.files}
         if len(self._tensors) != len(manifest.tensors) or any(Path(name).name != name for name in self._listed):
             raise CheckpointError(f"{self.path / MANIFEST} names a tensor twice, or a file elsewhere. It is damaged.")
@@ -94,7 +78,8 @@ class Checkpoint(Closing):
                 raise CheckpointError(
                     f"{self.path / MANIFEST} lists no file {min(strangers)!r}, yet {tensor.name} is in it."
                 )
-            if not _is_tiled(tensor):
+            is_sound = all(len(shard.offset) == len(shard.shape) for shard in tensor.shards)
+            if not (is_sound and tiles([shard.box for shard in tensor.shards], tensor.shape)):
                 raise CheckpointError(
                     f"{self.path / MANIFEST}: the slices of {tensor.group} {tensor.name} do not fill its shape "
                     f"{tensor.shape} exactly once. The manifest is damaged; use an earlier checkpoint."
@@ -105,17 +90,24 @@ class Checkpoint(Closing):
         """The groups of tensors that it holds: optimizer state, or "params" alone."""
         return STATE_GROUPS if self.training else ("params",)
 
+    @property
+    def num_bytes_read(self) -> int:
+        """From the files of tensors so far, their headers included."""
+        return self._closed_bytes + sum(file.num_bytes_read for file in self._files.values())
+
     def close(self) -> None:
         while self._files:
-            self._files.popitem()[1].close()
+            _, file = self._files.popitem()
+            self._closed_bytes += file.num_bytes_read
+            file.close()
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._files:
             self._files[name] = TensorFile(self.path / name)
         return self._files[name]
 
-    def read(self, group: str, name: str, rows: tuple[int, int] | None = None) -> Array:
-        """A tensor, or its rows [start, stop) of dim 0, assembled from the slices that hold them.
+    def read(self, group: str, name: str, box: Sequence[tuple[int, int]] = ()) -> Array:
+        """A tensor, or a rectangle of it, [start, stop) along its first dims, from the slices that hold it.
 
         Raises:
             CheckpointError: there is no such tensor, or stored bytes are not those that were written.
@@ -123,46 +115,41 @@ class Checkpoint(Closing):
         tensor = self._tensors.get((group, name))
         if tensor is None:
             raise CheckpointError(f"{self.path} holds no tensor {name!r} in the group {group!r}.")
-        start, stop = rows or (0, tensor.shape[0])
-        if not 0 <= start <= stop <= tensor.shape[0]:
-            raise CheckpointError(f"rows {start}:{stop} are not within {name} of shape {tensor.shape}.")
-        out: Array = np.empty((stop - start, *tensor.shape[1:]), DTYPES[tensor.dtype])
+        wanted = within(box, tensor.shape)
+        if wanted is None:
+            raise CheckpointError(f"{show_box(box)} is not within {name} of shape {tensor.shape}.")
+        out: Array = np.empty(box_shape(wanted), DTYPES[tensor.dtype])
         for shard in tensor.shards:
-            first, last = max(start, shard.offset[0]), min(stop, shard.offset[0] + shard.shape[0])
-            if first < last:
-                rest = tuple(slice(o, o + n) for o, n in zip(shard.offset[1:], shard.shape[1:], strict=True))
-                out[first - start : last - start, *rest] = self._read_shard(
-                    tensor, shard, first - shard.offset[0], last - shard.offset[0]
-                )
+            part = common(wanted, shard.box)
+            if part is not None:
+                out[slices(part, [start for start, _ in wanted])] = self._read_shard(tensor, shard, part)
         return out
 
-    def _read_shard(self, tensor: StoredTensor, shard: Shard, first: int, last: int) -> Array:
-        file = self._file(shard.file)
-        info = file.info(tensor.name)
+    def _read_shard(self, tensor: StoredTensor, shard: Shard, part: Box) -> Array:
+        file, key = self._file(shard.file), shard.key or tensor.name
+        info = file.info(key)
         if (info.dtype, info.shape) != (tensor.dtype, shard.shape):
             raise TensorFileError(
-                f"{file.path}: {tensor.name} is {info.dtype} of shape {info.shape}; "
+                f"{file.path}: {key} is {info.dtype} of shape {info.shape}; "
                 f"the manifest says {tensor.dtype} of shape {shard.shape}."
             )
-        if not self._verify:
-            return file.read(tensor.name, (first, last))
-        whole = file.read(tensor.name)
-        if checksum(whole) != shard.checksum:
+        out = file.read(key, [(s.start, s.stop) for s in slices(part, shard.offset)])
+        if self._verify and part == shard.box and checksum(out) != shard.checksum:
             raise CheckpointError(
                 f"{file.path}: {tensor.group} {tensor.name} does not have the checksum that was written. "
                 f"The file is damaged; delete {self.path} to go on from an earlier checkpoint."
             )
-        return whole[first:last]
+        return out
 
-    def params(self) -> Iterator[tuple[str, Array]]:
+    def deferred_params(self) -> Iterator[tuple[str, Deferred]]:
         """(canonical name, weights): as stored, or for a trained model `master` rounded to the run's dtype."""
-        group = "master" if self.training else "params"
-        for name in build_program(self.spec).params:
-            array = self.read(group, name)
-            yield name, array.astype(DTYPES[self.training.compute_dtype], copy=False) if self.training else array
+        if self.training is None:
+            return ((name, self._deferred("params", name)) for name in self._names)
+        dtype = DTYPES[self.training.compute_dtype]
+        return ((name, self._deferred("master", name).astype(dtype)) for name in self._names)
 
-    def optimizer_state(self) -> Iterator[tuple[str, str, Array]]:
-        """(group, canonical name, array) as `Session.load_optimizer_state` takes it.
+    def deferred_state(self) -> Iterator[tuple[str, str, Deferred]]:
+        """(group, canonical name, tensor) as `Session.load_optimizer_state` takes it, read as far as it is used.
 
         Raises:
             CheckpointError: the checkpoint holds weights alone.
@@ -172,6 +159,15 @@ class Checkpoint(Closing):
                 f"{self.path} holds weights without optimizer state, so a run cannot be resumed from it. "
                 "Use it as model.path to start a new run from its weights."
             )
-        for group in STATE_GROUPS:
-            for name in build_program(self.spec).params:
-                yield group, name, self.read(group, name)
+        return ((group, name, self._deferred(group, name)) for group in STATE_GROUPS for name in self._names)
+
+    def _deferred(self, group: str, name: str) -> Deferred:
+        return Deferred(self._tensors[group, name].shape, lambda box: self.read(group, name, box))
+
+    def params(self) -> Iterator[tuple[str, Array]]:
+        """`deferred_params`, whole."""
+        return ((name, whole(tensor)) for name, tensor in self.deferred_params())
+
+    def optimizer_state(self) -> Iterator[tuple[str, str, Array]]:
+        """`deferred_state`, whole."""
+        return ((group, name, whole(tensor)) for group, name, tensor in self.deferred_state())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
+from math import lcm, prod
 
 from duomesh.core.errors import PlanError
 from duomesh.core.plan.plan import Plan
@@ -54,13 +54,32 @@ def _views(spec: ModelSpec, plan: Plan) -> Iterator[Problem]:
     except PlanError as error:
         yield Problem(given, str(error).removesuffix("."), _fix(plan, ranks))
         return
-    if plan.zero and plan.dp % plan.resolved_zero_shard == 0:
+    if plan.dp % plan.resolved_zero_shard:
+        return
+    try:  # dp may be cut where ZeRO's groups end, tp where copies of kv heads begin
+        mesh_and_rules(spec, plan)
+    except PlanError as error:
+        if plan.zero_shard is not None:
+            yield Problem(f"{given}, zero_shard={plan.zero_shard}", _phrase(error), "leave zero_shard out")
+            return
+        fitting = nearest(plan.ep, _fitting(spec, plan))
+        yield Problem(given, _phrase(error), f"use ep={fitting}, or another tp" if fitting else "use another tp")
+
+
+def _phrase(error: PlanError) -> str:
+    return str(error).partition(". ")[0].removesuffix(".")
+
+
+def _fitting(spec: ModelSpec, plan: Plan) -> list[int]:
+    """Every ep whose view has atoms in common with the dense one, as it is cut for this model."""
+    found = []
+    for ep in divisors(prod(axis.size for axis in dense_view(plan))):
         try:
-            mesh_and_rules(spec, plan)
-        except PlanError as error:
-            yield Problem(
-                f"{given}, zero_shard={plan.zero_shard}", str(error).removesuffix("."), "leave zero_shard out"
-            )
+            mesh_and_rules(spec, replace(plan, ep=ep))
+        except PlanError:
+            continue
+        found.append(ep)
+    return found
 
 
 def _tokens(spec: ModelSpec, plan: Plan, seq: int | None) -> Problems:
@@ -69,7 +88,7 @@ def _tokens(spec: ModelSpec, plan: Plan, seq: int | None) -> Problems:
         return
     mesh, rules = mesh_and_rules(spec, plan)
     parts = prod(mesh.size(rule.axis) for rule in rules if "experts" in rule.params and rule.stream is None)
-    chunks = parts * (2 * plan.cp if plan.cp > 1 else 1)
+    chunks = lcm(2 * plan.cp, plan.cp * parts) if plan.cp > 1 else parts
     if parts > 1 and seq % chunks:
         needed = f"the {parts} tp ranks that share the experts must divide the positions that they have"
         yield Problem(f"seq={seq}, tp={plan.tp}, ep={plan.ep}", needed, f"use seq={multiples(seq, chunks)}")

@@ -88,13 +88,17 @@ def _with_experts(
 ) -> tuple[Mesh, list[AxisRule]]:
     view = [axis for axis in experts if axis.size > 1]
     if [axis.name for axis in view] in ([], ["edp"]):  # no expert is split: the dense axes are enough
-        return Mesh(tuple(axis for axis, _ in dense)), [rule for _, rule in dense]
+        return Mesh(tuple(axis for axis, _ in dense)), [_as_experts_use(rule, "edp") for _, rule in dense]
     made, members = atoms([axis for axis, _ in dense], view)
     rules = []
     for atom in made:
         rule = next(rule for axis, rule in dense if atom.name in members[axis.name])
         role = next(axis.name for axis in view if atom.name in members[axis.name])
-        # experts that see other tokens on each rank share their state, whatever the axis is to dense layers
-        shares = rule.shares or (role == "edp" and rule.stream is not None)
-        rules.append(replace(rule, axis=atom.name, params=rule.params + _EXPERT_CLAIMS[role], shares=shares))
+        rules.append(replace(_as_experts_use(rule, role), axis=atom.name))
     return Mesh(made), rules
+
+
+def _as_experts_use(rule: AxisRule, role: str) -> AxisRule:
+    """An axis with what it is to the experts. Those that see other tokens on each of its ranks share their state."""
+    shares = rule.shares or (role == "edp" and rule.stream is not None and rule.axis != "dp_replicas")
+    return replace(rule, params=rule.params + _EXPERT_CLAIMS[role], shares=shares)

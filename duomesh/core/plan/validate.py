@@ -8,7 +8,7 @@ second never hides the first.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
+from math import lcm
 
 from duomesh.core.plan.experts import experts
 from duomesh.core.plan.plan import Plan
@@ -108,18 +108,19 @@ def _sequence(plan: Plan, seq: int | None) -> Problems:
         yield Problem(f"cp_kind={plan.cp_kind}, cp=1", "cp_kind needs cp > 1", "leave it out or use cp=2 or more")
     if seq is None:
         return
-    factors = {}
+    parts, words = {}, "tp"
     if plan.cp > 1:
-        factors["2*cp"] = 2 * plan.cp  # in zigzag every rank has two chunks
+        parts["2*cp"] = 2 * plan.cp  # in zigzag every rank has two chunks
     if plan.sequence_parallel and plan.tp > 1:
-        factors["tp"] = plan.tp
-    parts = prod(factors.values())
-    if seq % parts:
+        words = "cp*tp" if plan.cp > 1 else "tp"
+        parts[words] = plan.cp * plan.tp
+    unit = lcm(*parts.values())
+    if seq % unit:
         sizes = ", ".join(f"{name}={getattr(plan, name)}" for name in ("cp", "tp") if getattr(plan, name) > 1)
-        reason = " under sequence_parallel" if "tp" in factors else ""
-        total = "" if list(factors) == ["tp"] else f"={parts}"
-        needed = f"{'*'.join(factors)}{total} must divide the sequence length{reason}"
-        yield Problem(f"seq={seq}, {sizes}", needed, f"use seq={multiples(seq, parts)}")
+        reason = " under sequence_parallel" if words in parts else ""
+        shown = " and ".join(name if name == "tp" else f"{name}={size}" for name, size in parts.items())
+        needed = f"{shown} must divide the sequence length{reason}"
+        yield Problem(f"seq={seq}, {sizes}", needed, f"use seq={multiples(seq, unit)}")
 
 
 def _batch(plan: Plan) -> Problems:

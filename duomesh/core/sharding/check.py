@@ -1,8 +1,9 @@
 """Whether a sharded program is right, whoever wrote it.
 
 Every op must have, on every axis, a mode whose states are those that its operands and results have; every movement must
-be made of transitions, with their duals behind them; a term of the loss must be invariant. What passes computes what
-the unsharded program computes, forward and backward. Whether it is fast is another question.
+be made of transitions, with their duals behind them; programs must hand values over in one layout; a term of the loss
+must be invariant. A program whose ops are those of the unsharded one and that passes computes the same, forward and
+backward. Whether it is fast is another question.
 """
 
 from __future__ import annotations
@@ -22,8 +23,43 @@ __all__ = ["check_model"]
 def check_model(sharded: ShardedModelProgram) -> None:
     """Raises PlanError with everything that is wrong, one fault a line: op, value, axis and states of each."""
     faults = [fault for program in sharded.programs.values() for fault in _Checker(sharded, program).faults()]
+    faults += dict.fromkeys([*_handed_over(sharded), *_entering(sharded)])
     if faults:
         raise PlanError("\n".join(faults))
+
+
+def _handed_over(sharded: ShardedModelProgram) -> Iterator[str]:
+    """A program takes what earlier ones made in the layout in which it left them, and all parts of the batch alike."""
+    made: dict[str, tuple[str, Layout]] = {}
+    for _, _, program in sharded.steps:
+        name = program.program.name
+        for value in program.program.inputs:
+            takes = program.layouts[value.name]
+            if value.name in made:
+                maker, leaves = made[value.name]
+            else:
+                names = [axis.name for axis in value.axes]
+                rules = sharded.rules.items()
+                maker = "the batch"
+                leaves = {axis: rule.state(rule.data if rule.data in names else None) for axis, rule in rules}
+            is_either = value.name not in program.program.differentiated
+            for axis, state in takes.items():
+                same = {INVARIANT, REPLICATED} if is_either else set()
+                if state != leaves[axis] and not {state, leaves[axis]} <= same:
+                    given = f"{name}: input {value.name} on axis {axis} is {state}"
+                    yield f"{given}; it comes as {leaves[axis]} from {maker}."
+        made.update({outside: (name, program.layouts[inside]) for outside, inside in program.outputs})
+
+
+def _entering(sharded: ShardedModelProgram) -> Iterator[str]:
+    """A parameter has one layout in all of its uses within a stage."""
+    for prefix, stage, program in sharded.steps:
+        for param in program.program.params:
+            held = sharded.params[sharded.canonical(prefix, param.name), stage]
+            for axis, state in program.layouts[param.name].items():
+                if state != held[axis]:
+                    name = f"{program.program.name}: parameter {param.name}"
+                    yield f"{name} on axis {axis} is {state}, and stage {stage} holds it as {held[axis]}."
 
 
 class _Checker:
@@ -34,7 +70,14 @@ class _Checker:
     def faults(self) -> Iterator[str]:
         for name, layout in self._program.layouts.items():
             yield from self._dims(name, layout)
+        known = {v.name for v in self._program.program.inputs} | {c.name for c in self._program.program.constants}
+        known |= set(self._program.program.param_by_name)
         for made in self._program.instructions:
+            used = [made.source] if isinstance(made, Reshard) else [n for n in made.operands if n is not None]
+            for name in used:
+                if name not in known:
+                    yield f"{self._name}: {name} is used before anything makes it."
+            known |= {made.result} if isinstance(made, Reshard) else set(made.call.op.outputs)
             yield from self._reshard(made) if isinstance(made, Reshard) else self._call(made)
         for outside, name in self._program.outputs:
             yield from self._output(outside, name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import numpy as np
@@ -128,7 +128,7 @@ def _blocks(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
 def _runs(positions: Array) -> list[tuple[int, int, int]]:
     """Runs of neighbouring positions: (place of the first, position of the first, length)."""
     cuts = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), len(positions)]
-    return [(a, int(positions[a]), b - a) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+    return [(a, int(positions[a]), b - a) for a, b in pairwise(cuts) if a < b]
 
 
 def _cut(runs: list[tuple[int, int, int]], first: int, last: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:

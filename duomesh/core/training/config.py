@@ -9,12 +9,13 @@ Where the values come from (file, command line, checkpoint) is `resolve.py`; wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from duomesh.core.data.corpus import Split
 from duomesh.core.data.tokenizer import BYTES
-from duomesh.core.errors import ConfigError
+from duomesh.core.errors import ConfigError, PlanError
+from duomesh.core.plan.plan import Plan
 from duomesh.core.session import AdamW, ComputeDType
 
 __all__ = [
@@ -117,8 +118,26 @@ class RunConfig:
     output: str = "run"  # folder of checkpoints, metrics and report
     resume: Literal["never", "if_present", "must"] = "never"
     backend: Literal["torch", "jax"] = "torch"
+    plan: str = ""  # layout on several ranks, such as "tp=2,dp=2,zero=1"; torch only
     device: str | None = None  # such as "cpu" or "cuda"; the best there is if not given
     compile: bool = False
+
+    @property
+    def full_plan(self) -> Plan:
+        """The plan with what the other settings say of a step. Raises PlanError or ConfigError."""
+        plan = Plan.parse(self.plan)
+        return replace(
+            plan,
+            micro_batches=micro_batches_per_step(self.global_batch_size, self.micro_batch_size, plan.dp),
+            micro_batch_size=self.micro_batch_size,
+            global_batch_size=self.global_batch_size,
+            precision=self.dtype,
+        )
+
+    @property
+    def samples_of_a_pass(self) -> int:
+        """Samples of a micro-batch over all data ranks."""
+        return self.micro_batch_size * Plan.parse(self.plan).dp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +228,16 @@ def _run(run: RunConfig) -> Iterator[str]:
         yield f"train.eval_batches is {run.eval_batches}; it must be a count, 0 for none or -1 for the whole set."
     if run.stop_step is not None and run.stop_step > run.steps:
         yield f"train.stop_step={run.stop_step} is after the last step, train.steps={run.steps}."
+    try:
+        plan = Plan.parse(run.plan)
+    except PlanError as error:
+        yield f"train.plan: {error}"
+        return
+    for name in ("micro_batches", "micro_batch_size", "global_batch_size", "precision"):
+        if getattr(plan, name) != getattr(Plan(), name):
+            yield f"train.plan sets {name}; the settings of [train] decide it, leave it out of the plan."
     if run.global_batch_size > 0 and run.micro_batch_size > 0:
         try:
-            micro_batches_per_step(run.global_batch_size, run.micro_batch_size)
+            micro_batches_per_step(run.global_batch_size, run.micro_batch_size, plan.dp)
         except ConfigError as error:
             yield str(error)

@@ -1,5 +1,7 @@
 """The training loop. It drives any backend through `core.session.Session` and knows nothing else of it.
 
+On several ranks all run it, and go through the same steps.
+
 Progress is counted in samples and steps. A step is one call of the optimizer over `global_batch_size` samples,
 however many micro-batches they are cut into. A skipped step (no target, or a gradient that is not finite) changes
 no weight and no moment; it does consume its samples and its place in the learning-rate schedule.
@@ -17,6 +19,7 @@ from duomesh.core.checkpoint import TrainingState, checkpoint_path, find_fault, 
 from duomesh.core.data.sampler import Sampler
 from duomesh.core.dropout import DropoutKey
 from duomesh.core.errors import TrainingError
+from duomesh.core.peers import ALONE, Peers, together
 from duomesh.core.session import Session, StepResult
 from duomesh.core.spec.codec import encode
 from duomesh.core.training.config import TrainConfig
@@ -62,12 +65,15 @@ def train(
     progress: Progress,
     log: Callable[[Row], None],
     interrupt: Interrupt,
+    peers: Peers = ALONE,
 ) -> Progress:
     """Trains until the last step, `train.stop_step`, or an interrupt, and leaves a checkpoint of where it ended.
 
     Args:
         session: holds weights and optimizer state that belong to `progress`.
         log: receives every row of the record.
+        interrupt: of this rank; an interrupt of any rank stops all.
+        peers: the ranks that train.
 
     Returns:
         The progress made.
@@ -80,7 +86,7 @@ def train(
     last_step = run.stop_step or run.steps
     saved_step, skipped_in_a_row = progress.step, 0
 
-    while progress.step < last_step and interrupt.signal is None:
+    while progress.step < last_step and not _is_interrupted(interrupt, peers):
         began = time.perf_counter()
         step = progress.step + 1
         batches = data.train.batches(progress.consumed_samples, run.global_batch_size, run.micro_batch_size)
@@ -100,12 +106,20 @@ def train(
         if data.validation is not None and (is_last or _is_due(step, run.eval_every)):
             log(evaluate(session, data.validation, run.eval_batches, run.micro_batch_size, step))
         if is_last or _is_due(step, run.checkpoint_every):
-            log(_save(session, data, config, progress))
+            log(_save(session, data, config, progress, peers))
             saved_step = step
 
     if progress.step > saved_step:
-        log(_save(session, data, config, progress))
+        log(_save(session, data, config, progress, peers))
     return progress
+
+
+def _is_interrupted(interrupt: Interrupt, peers: Peers) -> bool:
+    """Whether any rank was; each then has the signal. Signals reach ranks at different steps, if at all."""
+    signals = [int(text) for text in peers.exchange(str(interrupt.signal or "")) if text]
+    if signals:
+        interrupt.signal = signals[0]
+    return bool(signals)
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -148,7 +162,7 @@ def evaluate(
     return ValidationRow(step=step, time=time.time(), loss=mean, samples=count, tokens=count * samples.seq_len)
 
 
-def _save(session: Session, data: TrainingData, config: TrainConfig, progress: Progress) -> CheckpointRow:
+def _save(session: Session, data: TrainingData, config: TrainConfig, progress: Progress, peers: Peers) -> CheckpointRow:
     """Publishes a checkpoint, then removes those beyond `train.keep`."""
     began = time.perf_counter()
     root = checkpoints_in(config.train.output)
@@ -168,14 +182,17 @@ def _save(session: Session, data: TrainingData, config: TrainConfig, progress: P
     write_checkpoint(
         target,
         session.program.spec,
-        session.optimizer_state(),
+        session.owned_state(),
+        boxes=session.owned_boxes(),
+        peers=peers,
         training=state,
         config=encode(config),
         written_by=config.train.backend,
+        plan=str(session.plan),
         # a damaged one of the same step, which the resume passed over, is replaced
-        overwrite=target.exists() and find_fault(target) is not None,
+        overwrite=peers.rank == 0 and target.exists() and find_fault(target) is not None,
     )
-    keep_last(root, config.train.keep)
+    together(peers, lambda: keep_last(root, config.train.keep) if peers.rank == 0 else [])
     return CheckpointRow(step=progress.step, time=time.time(), path=str(target), seconds=time.perf_counter() - began)
 
 

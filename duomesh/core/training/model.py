@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from duomesh.core.arrays import Array
+from duomesh.core.boxes import Sliceable
 from duomesh.core.errors import ConfigError
 from duomesh.core.spec.model import BlockSpec, MlpSpec, ModelSpec
 from duomesh.core.training.config import ModelConfig
@@ -19,7 +19,7 @@ class Model:
     """A spec and the weights that a run starts from, under canonical names; None leaves the session's own."""
 
     spec: ModelSpec
-    weights: Callable[[], Iterator[tuple[str, Array]]] | None = None
+    weights: Callable[[], Iterator[tuple[str, Sliceable]]] | None = None
 
 
 def change_spec(spec: ModelSpec, config: ModelConfig) -> ModelSpec:

@@ -8,13 +8,15 @@ otherwise. The length of the run may change, with a note of what it does to the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from duomesh.core.checkpoint import Checkpoint, TrainingState, find_latest
+from duomesh.core.checkpoint import Checkpoint, Found, TrainingState, find_latest
 from duomesh.core.errors import CheckpointError
+from duomesh.core.peers import ALONE, Peers, share, together
 from duomesh.core.spec.codec import decode
 from duomesh.core.training.config import TrainConfig
 from duomesh.core.training.resolve import FIELDS, Resolved, Source, from_values, values_of
@@ -23,7 +25,7 @@ from duomesh.core.training.schedule import learning_rate
 __all__ = ["Start", "check_data", "checkpoints_in", "find_start", "merge"]
 
 # Belong to the place and the moment, not to the run: never taken from a checkpoint.
-_LOCAL = {"train.output", "train.resume", "train.stop_step", "train.device", "train.log_every"}
+_LOCAL = {"train.output", "train.resume", "train.stop_step", "train.plan", "train.device", "train.log_every"}
 
 # May differ between the parts of one run without changing its course.
 _FREE = _LOCAL | {
@@ -55,15 +57,17 @@ def checkpoints_in(output: Path | str) -> Path:
     return Path(output) / "checkpoints"
 
 
-def find_start(resolved: Resolved) -> Start:
+def find_start(resolved: Resolved, peers: Peers = ALONE) -> Start:
     """Applies `train.resume`. A run never starts from scratch beside checkpoints, whole or broken.
+
+    Rank 0 looks for the newest checkpoint; all ranks take that one.
 
     Raises:
         CheckpointError: there is nothing to resume from where there must be, or checkpoints where there must be none.
     """
     run = resolved.config.train
     root = checkpoints_in(run.output)
-    found = find_latest(root)
+    found = _find_latest(root, peers)
     if found.latest is None and found.skipped:
         listed = "; ".join(f"{path.name}: {why}" for path, why in found.skipped)
         raise CheckpointError(
@@ -81,10 +85,22 @@ def find_start(resolved: Resolved) -> Start:
             f"{root} has a checkpoint, {found.latest.name}. Go on from it with train.resume=must, or choose another "
             "train.output."
         )
-    checkpoint = Checkpoint(found.latest)
+    latest = found.latest
+    checkpoint = together(peers, lambda: Checkpoint(latest))
     merged, notes = merge(resolved, checkpoint)
     skipped = [f"skipped {path.name}: {why}" for path, why in found.skipped]
     return Start(merged, checkpoint, (*skipped, *notes))
+
+
+def _find_latest(root: Path, peers: Peers) -> Found:
+    """What rank 0 finds; another rank might see a directory that is being published or removed."""
+
+    def look() -> str:
+        found = find_latest(root)
+        return json.dumps([str(found.latest or ""), [(str(path), why) for path, why in found.skipped]])
+
+    latest, skipped = json.loads(share(peers, str if peers.rank else look)[0])
+    return Found(Path(latest) if latest else None, tuple((Path(path), why) for path, why in skipped))
 
 
 def merge(resolved: Resolved, checkpoint: Checkpoint) -> tuple[Resolved, list[str]]:

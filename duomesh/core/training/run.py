@@ -1,6 +1,7 @@
 """A whole run: settings -> start, text, model, session -> loop -> report.
 
 Which directories can be read and which backends exist is not known here: a caller passes functions for both.
+On several ranks all go through it alike; rank 0 alone speaks, keeps the record and writes the report.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import fcntl
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 from duomesh.core.data.corpus import Corpus, read_corpus
 from duomesh.core.data.sampler import Sampler
 from duomesh.core.data.tokenizer import Tokenizer, check_rows, load_tokenizer
 from duomesh.core.errors import CheckpointError, ConfigError, DataError, DuomeshError, OutputError
+from duomesh.core.peers import ALONE, Peers, together
 from duomesh.core.session import Session
 from duomesh.core.spec.codec import encode
 from duomesh.core.spec.model import ModelSpec
@@ -50,27 +53,41 @@ class Outcome:
     signal: int | None
 
 
-def run_training(resolved: Resolved, find_model: FindModel, make_session: MakeSession, console: Console) -> Outcome:
+def run_training(
+    resolved: Resolved, find_model: FindModel, make_session: MakeSession, console: Console, peers: Peers = ALONE
+) -> Outcome:
     """Trains as configured, from scratch or from the newest checkpoint of `train.output`.
 
     Args:
         find_model: the model and weights that a configuration means.
-        make_session: a session for a model; its own weights are replaced.
-        console: where notes and progress are shown.
+        make_session: a session for a model; its own weights are replaced. Of several ranks each makes its own.
+        console: where notes and progress are shown, by rank 0.
+        peers: the ranks that train, each with the same settings and on a file system that all see.
+
+    Returns:
+        The outcome, the same on every rank but for seconds.
 
     Raises:
         DuomeshError: anything that the user can act on; checkpoints that were written before stay.
     """
-    start = find_start(resolved)
+    console = Console(StringIO()) if peers.rank else console
+    start = find_start(resolved, peers)
     config = start.resolved.config
     output = Path(config.train.output)
     for note in start.notes:
         console.note(note)
-    model = _find_model(start, find_model)
-    data = _load_data(start, model.spec, console)
-    _make_folder(output)
-    with _only_run(output):
-        return _run(start, model, data, make_session, console)
+    model = together(peers, lambda: _find_model(start, find_model))
+    data = together(peers, lambda: _load_data(start, model.spec, console))
+    _check_same_text(peers, data.fingerprint)
+    with ExitStack() as lock:
+
+        def take_folder() -> None:
+            if peers.rank == 0:
+                _make_folder(output)
+                lock.enter_context(_only_run(output))
+
+        together(peers, take_folder)
+        return _run(start, model, data, make_session, console, peers)
 
 
 @contextmanager
@@ -89,31 +106,35 @@ def _only_run(output: Path) -> Iterator[None]:
         yield
 
 
-def _run(start: Start, model: Model, data: TrainingData, make_session: MakeSession, console: Console) -> Outcome:
+def _run(
+    start: Start, model: Model, data: TrainingData, make_session: MakeSession, console: Console, peers: Peers
+) -> Outcome:
     config = start.resolved.config
     output = Path(config.train.output)
     session = make_session(model.spec, config.train)
     progress = _load_session(session, start, model)
-    metrics = Metrics(output / METRICS, progress.step)
+    metrics = together(peers, lambda: None if peers.rank else Metrics(output / METRICS, progress.step))
     began = time.perf_counter()
 
     def log(row: Row) -> None:
-        metrics.write(row)
-        console.row(row)
+        if metrics is not None:
+            metrics.write(row)
+            console.row(row)
 
     def report() -> None:
-        write_report(output / REPORT, read_rows(output / METRICS), start.resolved, session.program)
+        if metrics is not None:
+            write_report(output / REPORT, read_rows(output / METRICS), start.resolved, session.program)
 
     try:
         with Interrupt() as interrupt, console.running(progress.step, config.train):
             log(_run_row(progress, config))
-            progress = train(session, data, config, progress, log, interrupt)
+            progress = train(session, data, config, progress, log, interrupt, peers)
     except DuomeshError:
         # a run that failed is the one whose curve is looked at first; its own error is the one that counts
         with suppress(OutputError):
             report()
         raise
-    report()
+    together(peers, report)
     saved = [row["path"] for row in read_rows(output / METRICS) if row.get("kind") == "checkpoint"]
     return Outcome(
         progress=progress,
@@ -191,6 +212,14 @@ def _read(config: TrainConfig, tokenizer: Tokenizer) -> Corpus:
     )
 
 
+def _check_same_text(peers: Peers, fingerprint: str) -> None:
+    """Raises DataError if ranks, on several hosts, have read different texts under one name."""
+    found = peers.exchange(fingerprint)
+    other = next((rank for rank, text in enumerate(found) if text != found[0]), None)
+    if other is not None:
+        raise DataError(f"rank {other} has read another text than rank 0. Give every host the same files.")
+
+
 def _describe(corpus: Corpus, tokenizer: Tokenizer) -> str:
     skipped = ", ".join(f"{count} {reason}" for reason, count in corpus.skipped.items())
     documents = "1 document" if corpus.num_documents == 1 else f"{corpus.num_documents:,} documents"
@@ -233,5 +262,5 @@ def _load_session(session: Session, start: Start, model: Model) -> Progress:
         return Progress()
     state = checkpoint.training
     with checkpoint:
-        session.load_optimizer_state(config.optimizer.adamw, state.optimizer_step_count, checkpoint.optimizer_state())
+        session.load_optimizer_state(config.optimizer.adamw, state.optimizer_step_count, checkpoint.deferred_state())
     return Progress(state.step, state.num_skipped, state.consumed_samples, state.consumed_tokens)

@@ -68,7 +68,7 @@ class LocalCall:
         columns = [list(column) for column in zip(*rows, strict=True)]
         return [None if any(x is None for x in column) else column for column in columns]
 
-    def first(self, ranks: Ranks, operand: int, name: str) -> Local:
+    def positions(self, ranks: Ranks, operand: int, name: str) -> Local:
         """By rank the positions along a dim of an operand that it holds."""
         layout = self.layouts[operand]
         assert layout is not None
@@ -108,16 +108,16 @@ class LocalCall:
     def _at_home(self, ranks: Ranks, rank: int, q: Array) -> Array:
         """Queries that are split by position, where they belong in a whole sequence of zeros."""
         whole = np.zeros((q.shape[0], self.sizes["seq"], *q.shape[2:]), q.dtype)
-        whole[:, self.first(ranks, 0, "seq")[rank]] = q
+        whole[:, self.positions(ranks, 0, "seq")[rank]] = q
         return whole
 
     def _kept(self, ranks: Ranks, rank: int, made: Array) -> Array:
-        return made[:, self.first(ranks, 0, "seq")[rank]] if self.call.op.kind == "attention" else made
+        return made[:, self.positions(ranks, 0, "seq")[rank]] if self.call.op.kind == "attention" else made
 
     def _looked_up(self, ranks: Ranks, rank: int) -> tuple[_Pulled, _Pulled]:
         """A table split by rows: ids of other ranks' rows find a row of zeros."""
         weight = self.local(1)[rank]
-        local = self.local(0)[rank].astype(np.int64) - self.first(ranks, 1, "vocab")[rank][0]
+        local = self.local(0)[rank].astype(np.int64) - self.positions(ranks, 1, "vocab")[rank][0]
         rows = np.where((local >= 0) & (local < len(weight)), local, len(weight))
         return [rows], [np.concatenate([weight, np.zeros_like(weight[:1])])]
 
@@ -134,7 +134,7 @@ class LocalCall:
         pulled: _Pulled = list(ADJOINTS[kind](tuple(given), tuple(inputs), tuple(storage), **kwargs))
         count = self._count()
         if kind == "attention" and pulled[0] is not None:
-            pulled[0] = pulled[0][:, self.first(ranks, 0, "seq")[rank]]
+            pulled[0] = pulled[0][:, self.positions(ranks, 0, "seq")[rank]]
         elif kind == "embedding" and pulled[1] is not None:
             pulled[1] = pulled[1][:-1]
         elif kind == "linear":
@@ -187,7 +187,7 @@ def _softmax(call: LocalCall, ranks: Ranks, phase: str | None) -> tuple[Local, L
     phase: None in backward, which reads what forward has saved.
     """
     vocab = call.names[0][-1]
-    columns = call.first(ranks, 0, vocab)
+    columns = call.positions(ranks, 0, vocab)
     # padding columns are in no softmax
     logits = [np.where(c < call.sizes[vocab], z, -np.inf) for z, c in zip(call.local(0), columns, strict=True)]
     top = ranks.reduce(call.axes, [z.max(-1, keepdims=True) for z in logits], np.maximum.reduce, phase)

@@ -43,7 +43,7 @@ class ShardedTraining(ShardedModel):
             name: ([np.zeros_like(x) for x in local], [np.zeros_like(x) for x in local])
             for name, local in self.owned.items()
         }
-        self._sums: dict[str, Local] = {}
+        self._sums = {name: [np.zeros_like(x) for x in local] for name, local in self.owned.items()}
         if storage.zero == 3:
             self._release(storage.buckets)
 

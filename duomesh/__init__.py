@@ -8,6 +8,7 @@ from __future__ import annotations
 from duomesh import spec
 from duomesh.api import Model, ModelSource, build, draw, explain, new_session, open_model
 from duomesh.core.batch import IGNORE, Batch
+from duomesh.core.dropout import DropoutKey
 from duomesh.core.errors import DuomeshError
 from duomesh.core.plan.plan import Plan
 from duomesh.core.session import AdamW, Session
@@ -19,6 +20,7 @@ __all__ = [
     "IGNORE",
     "AdamW",
     "Batch",
+    "DropoutKey",
     "DuomeshError",
     "Model",
     "ModelSource",

@@ -35,8 +35,8 @@ __all__ = ["BACKENDS", "Model", "ModelSource", "build", "draw", "explain", "new_
 
 Params = Iterator[tuple[str, Array]]
 BACKENDS = ("torch", "jax")
-# fields of a spec that no program depends on
-_NOT_COMPUTED = ("max_positions", "init_std", "init_scaled_output")
+# fields of a spec on which nothing that weights are for depends
+_NOT_COMPUTED = ("max_positions", "init_std", "init_scaled_output", "dropout")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from duomesh.backends.torch.launch import RankContext, is_launched, join, launch
 from duomesh.backends.torch.watch import Limits
 from duomesh.core.errors import DataError, DuomeshError
 
-LIMITS = Limits(beat_s=0.2, dead_s=3.0, stall_s=2.0, start_s=60.0)
+LIMITS = Limits(beat_s=0.3, dead_s=12.0, stall_s=3.0, start_s=60.0)
 STEP = "step 2, forward, layers.1"
 
 
@@ -75,12 +75,14 @@ def steps(context: RankContext, fault: Fault) -> np.ndarray:
 
 
 def long_save(context: RankContext, seconds: float) -> str:
-    """Rank 0 saves for longer than a section may last, while the others wait for it."""
+    """Rank 0 saves for longer than a section may last, while the others wait for it, and go on for a while."""
     if context.rank == 0:
         with doing("save", stall_s=math.inf):
             time.sleep(seconds)
     with doing("wait for the save"):
         dist.barrier()
+        if context.rank == 1:
+            time.sleep(2 * LIMITS.beat_s)
     return "saved"
 
 

@@ -7,8 +7,10 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 from fake_session import tiny_spec
 
 from duomesh.core.arrays import Array
+from duomesh.core.boxes import Box, slices
 from duomesh.core.checkpoint import (
     Checkpoint,
     TrainingState,
@@ -26,7 +29,7 @@ from duomesh.core.checkpoint import (
     keep_last,
     write_checkpoint,
 )
-from duomesh.core.errors import BackendError, CheckpointError, OutputError, SpecError
+from duomesh.core.errors import BackendError, CheckpointError, DuomeshError, OutputError, SpecError
 from duomesh.core.ir.build import build_program
 from duomesh.core.session import STATE_GROUPS, AdamW, ComputeDType
 from duomesh.core.tensorfile import TensorFile, TensorFileWriter
@@ -117,8 +120,8 @@ def test_weights_alone_keep_their_dtypes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_rows_are_read_from_all_slices_that_hold_them(tmp_path: Path, verify: bool) -> None:
-    """A tensor that several writers stored in slices, as a sharded writer will."""
+def test_a_rectangle_is_read_from_all_slices_that_hold_it(tmp_path: Path, verify: bool) -> None:
+    """A tensor in slices that have its own name in their files, as version 1 has it."""
     path = save(tmp_path, 40)
     whole = next(a for g, n, a in random_state(seed=40) if (g, n) == ("master", "head.weight"))  # [31, 6]
     manifest = json.loads((path / "manifest.json").read_text())
@@ -136,12 +139,13 @@ def test_rows_are_read_from_all_slices_that_hold_them(tmp_path: Path, verify: bo
             {"file": f"part-{i}.safetensors", "offset": [row, column], "shape": cut.shape, "checksum": checksum(cut)}
         )
     parts = [{"name": p.name, "num_bytes": p.stat().st_size} for p in sorted(path.glob("part-*"))]
-    edit_manifest(path, tensors=manifest["tensors"], files=[*manifest["files"], *parts])
+    edit_manifest(path, version=1, tensors=manifest["tensors"], files=[*manifest["files"], *parts])
     read = Checkpoint(path, verify=verify)
-    for start, stop in [(0, 31), (3, 7), (9, 12), (10, 31), (5, 5)]:
-        assert read.read("master", "head.weight", (start, stop)).tolist() == whole[start:stop].tolist()
+    for box in [(0, 31)], [(3, 7)], [(9, 12)], [(10, 31)], [(5, 5)], [(0, 31), (3, 5)], [(9, 11), (4, 6)]:
+        index = tuple(slice(*run) for run in box)
+        assert read.read("master", "head.weight", box).tolist() == whole[index].tolist()
     with pytest.raises(CheckpointError, match="30:32"):
-        read.read("master", "head.weight", (30, 32))
+        read.read("master", "head.weight", [(30, 32)])
 
 
 def test_a_changed_byte_is_found_and_named(tmp_path: Path) -> None:
@@ -173,7 +177,7 @@ def test_c107_missing_optimizer_state_is_an_error_never_a_reset(tmp_path: Path) 
     ("changes", "error", "match"),
     [
         ({"format": "other"}, CheckpointError, "does not describe a duomesh checkpoint"),
-        ({"version": 2}, CheckpointError, "version 2; this release reads version 1"),
+        ({"version": 3}, CheckpointError, "version 3; this release reads 1 and 2"),
         ({"spec": {}}, SpecError, "block_kinds"),
         ({"config": 3}, CheckpointError, "config"),
         ({"training": {"step": 1}}, CheckpointError, r"training lacks the field"),
@@ -370,3 +374,148 @@ def test_c117_a_save_that_fails_leaves_the_earlier_ones(
     assert len(list(Checkpoint(checkpoint_path(tmp_path, 1)).optimizer_state())) == 3 * len(PARAMS)
     save(tmp_path, 2)  # the same step again
     assert find_latest(tmp_path).latest == checkpoint_path(tmp_path, 2)
+
+
+# Several ranks
+
+
+class ThreadPeers:
+    """Ranks that are threads of this process."""
+
+    def __init__(self, rank: int, said: list[str], barrier: threading.Barrier) -> None:
+        self.rank, self.world_size = rank, len(said)
+        self._said, self._barrier = said, barrier
+
+    def exchange(self, text: str) -> list[str]:
+        self._barrier.wait()
+        self._said[self.rank] = text
+        self._barrier.wait()
+        return list(self._said)
+
+
+def on_ranks(world: int, function: Callable[[ThreadPeers], Any]) -> list[Any]:
+    """function(peers) on every rank; results, or the errors that a user can act on, in order of rank."""
+    said, barrier = [""] * world, threading.Barrier(world, timeout=20)
+
+    def run(rank: int) -> Any:
+        try:
+            return function(ThreadPeers(rank, said, barrier))
+        except DuomeshError as error:
+            return error
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(run, range(world)))
+
+
+def pieces_of(rank: int, shape: tuple[int, ...]) -> list[Box]:
+    """Rank 0 has the first half of the rows, rank 1 of the rest the first half of the columns, rank 2 the others. Of a
+    vector rank 1 has all of the rest."""
+    half, *side = (size // 2 for size in shape)
+    if not side:
+        return [[((0, half),)], [((half, shape[0]),)], []][rank]
+    columns = [(0, shape[1])], [(0, side[0])], [(side[0], shape[1])]
+    return [((half, shape[0]) if rank else (0, half), run) for run in columns[rank]]
+
+
+def save_on(peers: ThreadPeers, root: Path, step: int = 1, lacking: int | None = None, **options: Any) -> Path:
+    boxes = {n: [] if peers.rank == lacking else pieces_of(peers.rank, p.shape) for n, p in PARAMS.items()}
+    tensors = ((g, n, a[slices(box)]) for g, n, a in random_state(seed=step) for box in boxes[n])
+    return write_checkpoint(
+        checkpoint_path(root, step),
+        SPEC,
+        tensors,
+        boxes=boxes,
+        peers=peers,
+        training=training_state(step=step),
+        plan="tp=3",
+        **options,
+    )
+
+
+@pytest.mark.parametrize("file_bytes", [1 << 30, 200])
+def test_three_ranks_write_one_checkpoint(tmp_path: Path, file_bytes: int) -> None:
+    assert (
+        on_ranks(3, lambda peers: save_on(peers, tmp_path, file_bytes=file_bytes)) == [checkpoint_path(tmp_path, 1)] * 3
+    )
+    with Checkpoint(checkpoint_path(tmp_path, 1)) as read:
+        assert read.plan == "tp=3"
+        for (group, name, want), (_, _, got) in zip(random_state(seed=1), read.optimizer_state(), strict=True):
+            assert got.dtype == want.dtype and got.tobytes() == want.tobytes(), (group, name)
+    with Checkpoint(checkpoint_path(tmp_path, 1)) as read:
+        # columns that rank 2 has, and a byte count that has nothing of the others
+        wide = PARAMS["head.weight"].shape
+        assert wide == (31, 6)
+        read.read("master", "head.weight", [(15, 31), (3, 6)])
+        assert [path.name[:16] for path in map(Path, read._files)] == ["master-rank00002"]
+        header = next(iter(read._files.values()))._base
+        assert read.num_bytes_read == header + 16 * 3 * 4
+
+
+def test_what_a_rank_reads_whole_is_compared_with_its_checksum(tmp_path: Path) -> None:
+    on_ranks(3, lambda peers: save_on(peers, tmp_path))
+    path = checkpoint_path(tmp_path, 1)
+    file = path / "exp_avg-rank00002-00001.safetensors"
+    with TensorFile(file) as opened:
+        (key,) = (name for name in opened.names if name.startswith("head.weight@"))
+        place = opened._base + opened._entries[key].start
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1  # row 15, column 3
+    file.write_bytes(data)
+    read = Checkpoint(path)
+    for box in [(0, 31)], [(15, 31), (3, 6)], [(10, 31), (0, 6)]:
+        with pytest.raises(CheckpointError, match=r"exp_avg head\.weight .* checksum"):
+            read.read("exp_avg", "head.weight", box)
+    read.read("exp_avg", "head.weight", [(0, 31), (0, 3)])
+
+
+def test_c122_what_stops_one_rank_stops_all_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_ranks(3, lambda peers: save_on(peers, tmp_path))
+    original = TensorFileWriter.add
+
+    def failing(self: TensorFileWriter, name: str, array: Array) -> None:
+        if "exp_avg-rank00002" in str(self._file.name):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(self, name, array)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorFileWriter, "add", failing)
+        errors = on_ranks(3, lambda peers: save_on(peers, tmp_path, step=2))
+    assert all(type(error) is OutputError and "step-00000002: it needs" in str(error) for error in errors)
+    assert [str(error).startswith("rank 2: ") for error in errors] == [True, True, False]
+    # rank 0 cannot begin
+    errors = on_ranks(3, lambda peers: save_on(peers, tmp_path))
+    assert all(type(error) is OutputError and "step-00000001 is not empty" in str(error) for error in errors)
+    # rank 0 cannot publish
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "injected")))
+        errors = on_ranks(3, lambda peers: save_on(peers, tmp_path, step=2))
+    assert all(type(error) is OutputError and "injected" in str(error) for error in errors)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert on_ranks(3, lambda peers: save_on(peers, tmp_path, step=2)) == [checkpoint_path(tmp_path, 2)] * 3
+
+
+@pytest.mark.parametrize("lacking", [0, 1, 2])
+def test_a_rank_that_gives_nothing_is_missed(tmp_path: Path, lacking: int) -> None:
+    errors = on_ranks(3, lambda peers: save_on(peers, tmp_path, lacking=lacking))
+    assert all("3 ranks gave" in str(error) and "do not make up its shape" in str(error) for error in errors)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_see_another_file_system_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Path.is_dir
+
+    def elsewhere(path: Path) -> bool:
+        return threading.current_thread().name != "blind" and there(path)
+
+    def run(peers: ThreadPeers) -> Path:
+        if peers.rank == 1:
+            threading.current_thread().name = "blind"
+        return save_on(peers, tmp_path)
+
+    monkeypatch.setattr(Path, "is_dir", elsewhere)
+    errors = on_ranks(3, run)
+    assert all("All ranks must write to one file system" in str(error) for error in errors)
+    assert list(tmp_path.iterdir()) == []

@@ -257,15 +257,23 @@ def header_capacity(names: Iterable[str], metadata: Mapping[str, str] | None = N
 class TensorFileWriter:
     """Writes tensors as they come, holding none of them, under a header whose size is reserved beforehand.
 
-    A tensor whose bytes are not a multiple of 8 is kept until `close` and then written in falling element size:
-    readers that view the buffer in place need every tensor aligned to its element.
+    A tensor whose bytes are not a multiple of `alignment` is kept until `close` and then written in falling element
+    size: readers that view the buffer in place need every tensor aligned to its element.
 
     Args:
         header_size: bytes to reserve, such as `header_capacity` of every tensor that may come.
+        alignment: 8, or the largest element that comes.
     """
 
-    def __init__(self, path: Path, header_size: int, metadata: Mapping[str, str] | None = None) -> None:
-        self._metadata = metadata
+    def __init__(
+        self,
+        path: Path,
+        header_size: int,
+        metadata: Mapping[str, str] | None = None,
+        *,
+        alignment: int = _ALIGNMENT,
+    ) -> None:
+        self._metadata, self._alignment = metadata, alignment
         self._header_size = header_size + -header_size % _ALIGNMENT
         self._infos: dict[str, TensorInfo] = {}
         self._late: list[tuple[str, Array]] = []
@@ -274,8 +282,8 @@ class TensorFileWriter:
 
     def add(self, name: str, array: Array) -> None:
         """Appends a tensor. A view is written as its own bytes, in C order."""
-        assert name not in self._infos, name
-        if array.nbytes % _ALIGNMENT:
+        assert name not in self._infos and array.dtype.itemsize <= self._alignment, name
+        if array.nbytes % self._alignment:
             self._late.append((name, array))
         else:
             self._write(name, array)

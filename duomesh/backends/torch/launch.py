@@ -99,11 +99,19 @@ def join(*, device: str | None = None, world_size: int | None = None, limits: Li
         BackendError: nobody started this process as a rank, there are other than `world_size` ranks, or no GPU is
             left for this one.
     """
-    return _join(device, world_size, limits or Limits(), board=None)
+    return _join(device, world_size, limits or Limits())
 
 
-def _join(device: str | None, world_size: int | None, limits: Limits, *, board: dist.Store | None) -> RankContext:
-    """board: where watchers meet, if whoever started the ranks reads there and reports; None for torch's own store."""
+def _join(
+    device: str | None,
+    world_size: int | None,
+    limits: Limits,
+    *,
+    board: dist.Store | None = None,
+    directory: Path | None = None,
+) -> RankContext:
+    """board, directory: where watchers meet, and where ranks keep what they are doing, if whoever started the ranks
+    reads there and reports. Else watchers meet in the store of the process group."""
     if dist.is_initialized():
         raise BackendError("this process has joined a job already. Leave the first context before joining again.")
     try:
@@ -115,6 +123,8 @@ def _join(device: str | None, world_size: int | None, limits: Limits, *, board: 
         raise BackendError(f"this process is no rank of a job ({error}). Start it with torchrun.") from error
     watcher = Watcher(board or store, rank=rank, world_size=size, limits=limits, is_reported=board is not None)
     watcher.start()
+    if directory is not None:
+        share_activity(_activity_file(directory, rank))
     try:
         with doing("joining the others", stall_s=limits.start_s, waits=True):
             _check_world(size, world_size)
@@ -263,8 +273,7 @@ def _run_rank(job: _Job) -> Any:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.world_size))
     board = dist.TCPStore(_HOST, job.port, is_master=False, wait_for_workers=False)
     try:
-        with _join(job.device, job.world_size, job.limits, board=board) as context:
-            share_activity(_activity_file(job.directory, context.rank))
+        with _join(job.device, job.world_size, job.limits, board=board, directory=job.directory) as context:
             result = _resolve(job.target)(context, job.payload)
             return result if context.rank == 0 else None
     except BaseException as error:
@@ -282,12 +291,12 @@ def _activity_file(directory: Path, rank: int) -> Path:
 def _explained(first: tuple[int, ProcessFailure], board: dist.Store, logs: Path) -> DuomeshError:
     """The error of a job, after what the failed rank had to say is shown.
 
-    first: the rank that the agent saw end first, and how. What the ranks found out themselves is better, but for a
-    death by a signal, which they can only guess.
+    first: the rank that the agent saw end first, and how. What the ranks found out themselves is better, except about
+    a death: they only miss signs of life.
     """
     failure = read_failure(board)
     rank, process = first
-    if failure is None or (failure.kind == "died" and process.exitcode < 0):
+    if failure is None or (failure.kind == "died" and (process.exitcode < 0 or rank == failure.rank)):
         at = read_activity(_activity_file(logs, rank)) or "start"
         how = f"ended with exit code {process.exitcode}"
         if process.exitcode < 0:

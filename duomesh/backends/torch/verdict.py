@@ -18,9 +18,9 @@ _NAMED_RANKS = 8  # of a list, before "and 1016 more"
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What a rank says of itself with beat number `beat`: its activity, and for how long.
+    """What a rank says of itself with beat number `beat`: its activity, and for how long, computing or waiting.
 
-    is_overdue: for longer than allowed; then it adds its stack. waits: in a collective. is_done: at its end.
+    is_overdue: for longer than allowed; then it adds its stack. waits: it is in a collective, or at its end.
     """
 
     beat: int
@@ -75,8 +75,8 @@ def absent(rank: int, start_s: float) -> Failure:
 def judge(statuses: Mapping[int, Status]) -> Failure | None:
     """Which rank holds the job up, if any does.
 
-    A rank that is overdue and computes is to blame. Ranks that wait in a collective are not, as long as some rank may
-    still get there. If none may, they wait for each other, and the odd one out is named.
+    A rank that computes for too long is to blame. Ranks that wait in a collective are not, as long as another may get
+    there. When each has waited for too long, they wait for each other, and the odd one out is named.
     """
     overdue = [rank for rank, status in sorted(statuses.items()) if status.is_overdue]
     stuck = [rank for rank in overdue if not statuses[rank].waits]
@@ -84,7 +84,7 @@ def judge(statuses: Mapping[int, Status]) -> Failure | None:
         # the one that got least far holds the others up
         rank = min(stuck, key=lambda r: (statuses[r].number, -statuses[r].for_s, r))
         what = f'hangs during "{statuses[rank].doing}": it has not got on for {statuses[rank].for_s:.0f} s'
-    elif overdue and all(status.is_overdue or status.is_done for status in statuses.values()):
+    elif len(overdue) == len(statuses) and not all(status.is_done for status in statuses.values()):
         # one that is ahead of the others has left something out
         rank = min(statuses, key=lambda r: (_alike(statuses, r), -statuses[r].number, r))
         what = f'hangs during "{statuses[rank].doing}"'

@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import json
-import math
 import os
 import re
 import select
@@ -25,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -49,7 +48,6 @@ _UNWIND_S = 20.0
 # Of the time after which a rank counts as dead: when one that cannot beat shows its stack and ends by itself.
 _LOCKED = 0.75
 _POLL_S = 0.02
-_FINISHED = "finished"
 # What torch says, in errors of no class of their own, when another rank is gone.
 _LOST = re.compile("gloo|nccl|by peer|broken pipe|timed out", re.IGNORECASE)
 
@@ -70,15 +68,16 @@ class Limits:
             raise BackendError(f"dead_s={self.dead_s} with beat_s={self.beat_s}; it must be at least {needed}.")
 
 
-def _stacks() -> tuple[str, bool]:
-    """The Python stacks of all other threads, and whether one of them is inside of torch.distributed."""
+def _frames() -> dict[str, FrameType]:
+    """What the other threads do now, by name."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    texts, waits = [], False
-    for ident, frame in sys._current_frames().items():
-        if ident != threading.get_ident():
-            texts.append(f"Thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)))
-            waits |= _is_in_collective(frame)
-    return "".join(texts)[-STACK_CHARACTERS:], waits
+    frames = sys._current_frames()
+    return {names.get(ident, str(ident)): frame for ident, frame in frames.items() if ident != threading.get_ident()}
+
+
+def _stacks(frames: Mapping[str, FrameType]) -> str:
+    texts = [f"Thread {name}:\n" + "".join(traceback.format_stack(frame)) for name, frame in frames.items()]
+    return "".join(texts)[-STACK_CHARACTERS:]
 
 
 def _is_in_collective(frame: FrameType | None) -> bool:
@@ -124,6 +123,7 @@ class Watcher:
         self._wake_read, self._wake_write = os.pipe()
         self._num_beats = 0
         self._started_s = time.monotonic()
+        self._seen, self._seen_since_s = (-1, False), 0.0  # the activity's number, whether it waits, and since when
         self._heard: dict[int, tuple[Status, float]] = {}  # of each rank, its last status and when that was new
         self._suspects_until_s = 0.0
         self._is_terminated = self._is_done = self._is_stopped = False
@@ -171,7 +171,7 @@ class Watcher:
 
     def finish(self) -> None:
         """Waits until every rank has come here. One that fails until then ends this process."""
-        doing(_FINISHED, stall_s=math.inf, waits=True)
+        doing("finished", waits=True)
         self._is_done = True
         # whoever keeps the store has seen all ranks here, if it is gone
         with suppress(dist.DistError):
@@ -198,10 +198,14 @@ class Watcher:
                 self._leave(1, f"rank {self.rank}: the process that keeps the job together is gone ({reason}).")
 
     def _beat(self) -> None:
-        activity = current()
-        for_s = time.monotonic() - activity.since_s
+        activity, now, frames = current(), time.monotonic(), _frames()
+        waits = activity.waits or any(map(_is_in_collective, frames.values()))
+        if (activity.number, waits) != self._seen:
+            # to come out of a collective, or into one, is to get on
+            self._seen_since_s = activity.since_s if activity.number != self._seen[0] else now
+            self._seen = activity.number, waits
+        for_s = now - self._seen_since_s
         is_overdue = for_s > (self.limits.stall_s if activity.stall_s is None else activity.stall_s)
-        stack, is_in_collective = _stacks() if is_overdue else ("", False)
         self._num_beats += 1
         status = Status(
             beat=self._num_beats,
@@ -209,9 +213,9 @@ class Watcher:
             number=activity.number,
             for_s=for_s,
             is_overdue=is_overdue,
-            waits=activity.waits or is_in_collective,
+            waits=waits,
             is_done=self._is_done,
-            stack=stack,
+            stack=_stacks(frames) if is_overdue else "",
         )
         self._store.set(f"status{self.rank}", json.dumps(asdict(status)))
 
@@ -270,11 +274,12 @@ class Watcher:
         if not self.is_reported:
             said = (failure.stack, failure.sentence) if is_own else (f"rank {self.rank} stops. {failure.sentence}",)
             _say(*said)
+        time.sleep(0 if is_own else _LINGER_S)
+        if not self.is_reported:
             try:
                 raise BackendError(failure.sentence)
             except BackendError as error:
-                get_error_handler().record_exception(error)  # torchrun shows it for the rank that it saw end first
-        time.sleep(0 if is_own else _LINGER_S)
+                get_error_handler().record_exception(error)  # torchrun shows it, of the rank that recorded first
         os._exit(1)
 
     def _leave(self, code: int, sentence: str) -> None:

@@ -104,6 +104,8 @@ def export_hf(
     report = ExportReport(Path(directory), family.model_type)
     tokenizer_files, note = _find_tokenizer(tokenizer_dir, source, spec)
     report.notes += [tokenizer_note or note] if note else []
+    if spec.dropout:
+        report.notes.append(f"dropout={spec.dropout} acts in training only, and config.json has no field for it.")
     with publish_directory(Path(directory), overwrite=overwrite) as work:
         tensors = _Tensors(spec, family, report, source, dtype=dtype, saturate=saturate)
         if source is None and not allow_nonfinite:

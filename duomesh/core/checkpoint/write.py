@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -85,44 +86,28 @@ def write_checkpoint(
         BackendError: tensors are missing, unknown, or of another shape.
     """
     program = build_program(spec)
-    groups = STATE_GROUPS if training else ("params",)
-    # master and moments are as wide as the run, weights alone at most fp32 (an upper bound is enough here)
-    width = 8 if training and training.compute_dtype == "float64" else 4
-    needed = program.num_params * width * len(groups)
-    mine = boxes or whole_boxes(program)
-    files = {
-        key: file for group in groups for key, file in _assign_files(group, mine, width, file_bytes, peers).items()
-    }
+    # through JSON once, so that what is kept equals what is read back
+    kept_config = json.loads(json.dumps(dict(config or {})))
+    empty = Manifest(
+        spec=spec, written_by=written_by, plan=plan, training=training, config=kept_config, files=(), tensors=()
+    )
+    job = _Job(target, program, training, whole_boxes(program) if boxes is None else boxes, peers)
     with ExitStack() as publication:
 
         def begin() -> str:
-            with _explaining(target, needed):
-                _check_space(target, needed if training else 0)
+            with job.explaining():
+                job.check_space()
                 return str(publication.enter_context(publish_directory(target, overwrite=overwrite)))
 
-        def write() -> str:
-            with _explaining(target, needed):
-                return json.dumps(encode(_write_part(work, program, mine, files, tensors, peers)))
-
         def publish() -> str:
-            parts = [decode(_Part, json.loads(table)) for table in tables]
-            manifest = Manifest(
-                spec=spec,
-                written_by=written_by,
-                plan=plan,
-                training=training,
-                # through JSON once, so that what is kept equals what is read back
-                config=json.loads(json.dumps(dict(config or {}))),
-                files=tuple(file for part in parts for file in part.files),
-                tensors=tuple(_join(parts, program, groups)),
-            )
-            with _explaining(target, needed):
+            manifest = job.join(empty, [decode(_Part, json.loads(table)) for table in tables])
+            with job.explaining():
                 (work / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
                 publication.close()
             return ""
 
         work = Path(share(peers, str if peers.rank else begin)[0])
-        tables = share(peers, write)
+        tables = share(peers, lambda: json.dumps(encode(job.write(work, tensors, file_bytes))))
         share(peers, str if peers.rank else publish)
     return target
 
@@ -138,77 +123,115 @@ class _Part:
 _Key = tuple[str, str, Box]  # group, canonical name, rectangle
 
 
-def _assign_files(group: str, boxes: Boxes, width: int, file_bytes: int, peers: Peers) -> dict[_Key, str]:
-    """The file of each piece; a piece is never cut."""
-    owner = f"rank{peers.rank:05d}-" if peers.world_size > 1 else ""
-    out: dict[_Key, str] = {}
-    number, used = 1, 0
-    for name, parts in boxes.items():
-        for box in parts:
-            size = prod(box_shape(box)) * width
-            if used and used + size > file_bytes:
-                number, used = number + 1, 0
-            out[group, name, box] = f"{group}-{owner}{number:05d}.safetensors"
-            used += size
-    return out
+@dataclass(frozen=True)
+class _Job:
+    """One rank's share of a checkpoint."""
 
+    target: Path
+    program: ModelProgram
+    training: TrainingState | None
+    boxes: Boxes
+    peers: Peers
 
-def _key_in_file(param: Param, box: Box) -> str | None:
-    """A whole parameter goes by its own name, a piece by that and its place."""
-    is_whole = box_shape(box) == param.shape
-    return None if is_whole else f"{param.name}@{','.join(str(start) for start, _ in box)}"
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return STATE_GROUPS if self.training else ("params",)
 
+    @property
+    def width(self) -> int:
+        """Bytes of an element: master and moments are as wide as the run, weights alone at most fp32."""
+        return 8 if self.training and self.training.compute_dtype == "float64" else 4
 
-def _write_part(
-    work: Path,
-    program: ModelProgram,
-    boxes: Boxes,
-    files: Mapping[_Key, str],
-    tensors: Iterable[tuple[str, str, Array]],
-    peers: Peers,
-) -> _Part:
-    if not work.is_dir():
-        raise OutputError(f"{work}, which rank 0 has made, is not there. All ranks must write to one file system.")
-    loader = StateLoader(program, tuple(dict.fromkeys(group for group, _, _ in files)), boxes)
-    keys = {(group, name, box): _key_in_file(program.params[name], box) for group, name, box in files}
-    stored = {}
-    with ExitStack() as stack:
-        writers: dict[str, TensorFileWriter] = {}
-        for file in dict.fromkeys(files.values()):
-            names = [keys[piece] or piece[1] for piece, assigned in files.items() if assigned == file]
-            writers[file] = TensorFileWriter(work / file, header_capacity(names))
-            stack.callback(writers[file].abort)
-        for group, name, array in tensors:
-            box = loader.check(group, name, array.shape)
-            piece = group, name, box
-            writers[files[piece]].add(keys[piece] or name, array)
-            offset = tuple(start for start, _ in box)
-            shard = Shard(
-                file=files[piece], offset=offset, shape=array.shape, checksum=checksum(array), key=keys[piece]
-            )
-            shape, dtype = program.params[name].shape, dtype_name(array.dtype)
-            stored[piece] = StoredTensor(group=group, name=name, shape=shape, dtype=dtype, shards=(shard,))
-        loader.finish()
-        for writer in writers.values():
-            writer.close()
-    for file in writers if peers.rank else ():  # rank 0 flushes the directory, but can only reach its own host's memory
-        flush(work / file)
-    sizes = [StoredFile(name=file, num_bytes=(work / file).stat().st_size) for file in sorted(writers)]
-    return _Part(tuple(sizes), tuple(stored[piece] for piece in files))
+    @property
+    def needed(self) -> int:
+        return self.program.num_params * self.width * len(self.groups)
 
+    def check_space(self) -> None:
+        if self.training and shutil.disk_usage(_existing(self.target)).free < self.needed:
+            raise self._no_space()
 
-def _join(parts: Sequence[_Part], program: ModelProgram, groups: Sequence[str]) -> Iterator[StoredTensor]:
-    """Every tensor with the pieces of all ranks.
+    def _no_space(self) -> OutputError:
+        free = shutil.disk_usage(_existing(self.target)).free
+        return OutputError(
+            f"cannot write {self.target}: it needs {self.needed:,} bytes, and {free:,} are free. "
+            "Earlier checkpoints are intact. Free some space (train.keep limits how many are kept) and resume."
+        )
 
-    Raises:
-        BackendError: pieces are missing, or overlap.
-    """
-    found: dict[tuple[str, str], list[StoredTensor]] = {}
-    for part in parts:
-        for tensor in part.tensors:
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """As `core.publish.explaining`; where space has run out, it says how much there must be."""
+        try:
+            with explaining(self.target):
+                yield
+        except OutputError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise self._no_space() from error
+            raise
+
+    def write(self, work: Path, tensors: Iterable[tuple[str, str, Array]], file_bytes: int) -> _Part:
+        """Writes this rank's files. Raises OutputError or BackendError."""
+        if not work.is_dir():
+            raise OutputError(f"{work}, which rank 0 has made, is not there. All ranks must write to one file system.")
+        with self.explaining():
+            part = self._write_files(work, tensors, self._files(file_bytes))
+            # rank 0 flushes the directory, but what others wrote may be in the memory of another host
+            for file in part.files if self.peers.rank else ():
+                flush(work / file.name)
+        return part
+
+    def _files(self, file_bytes: int) -> dict[_Key, str]:
+        """The file of each piece; a piece is never cut."""
+        owner = f"rank{self.peers.rank:05d}-" if self.peers.world_size > 1 else ""
+        out: dict[_Key, str] = {}
+        for group in self.groups:
+            number, used = 1, 0
+            for name, box in ((name, box) for name, boxes in self.boxes.items() for box in boxes):
+                size = prod(box_shape(box)) * self.width
+                if used and used + size > file_bytes:
+                    number, used = number + 1, 0
+                out[group, name, box] = f"{group}-{owner}{number:05d}.safetensors"
+                used += size
+        return out
+
+    def _write_files(self, work: Path, tensors: Iterable[tuple[str, str, Array]], files: Mapping[_Key, str]) -> _Part:
+        loader = StateLoader(self.program, self.groups, self.boxes)
+        keys = {piece: _key_in_file(self.program.params[piece[1]], piece[2]) for piece in files}
+        stored = {}
+        with ExitStack() as stack:
+            writers: dict[str, TensorFileWriter] = {}
+            for file in dict.fromkeys(files.values()):
+                names = [keys[piece] or piece[1] for piece, assigned in files.items() if assigned == file]
+                # weights alone may have any dtype; state has one, and none of its tensors is kept until the end
+                alignment = self.width if self.training else 8
+                writers[file] = TensorFileWriter(work / file, header_capacity(names), alignment=alignment)
+                stack.callback(writers[file].abort)
+            for group, name, array in tensors:
+                box = loader.check(group, name, array.shape)
+                file, key = files[group, name, box], keys[group, name, box]
+                writers[file].add(key or name, array)
+                offset = tuple(start for start, _ in box)
+                shard = Shard(file=file, offset=offset, shape=array.shape, checksum=checksum(array), key=key)
+                stored[group, name, box] = StoredTensor(
+                    group=group,
+                    name=name,
+                    shape=self.program.params[name].shape,
+                    dtype=dtype_name(array.dtype),
+                    shards=(shard,),
+                )
+            loader.finish()
+            for writer in writers.values():
+                writer.close()
+        sizes = [StoredFile(name=file, num_bytes=(work / file).stat().st_size) for file in sorted(writers)]
+        return _Part(tuple(sizes), tuple(stored[piece] for piece in files))
+
+    def join(self, manifest: Manifest, parts: Sequence[_Part]) -> Manifest:
+        """The manifest with what all ranks have written. Raises BackendError if pieces are missing, or overlap."""
+        found: dict[tuple[str, str], list[StoredTensor]] = {}
+        for tensor in (tensor for part in parts for tensor in part.tensors):
             found.setdefault((tensor.group, tensor.name), []).append(tensor)
-    for group in groups:
-        for name, param in program.params.items():
+        tensors = []
+        for group, (name, param) in product(self.groups, self.program.params.items()):
             pieces = found.get((group, name), [])
             shards = tuple(sorted((s for piece in pieces for s in piece.shards), key=lambda shard: shard.offset))
             dtypes = {piece.dtype for piece in pieces}
@@ -217,35 +240,16 @@ def _join(parts: Sequence[_Part], program: ModelProgram, groups: Sequence[str]) 
                     f"{len(parts)} ranks gave {len(shards)} pieces of {group} {name} in {len(dtypes)} dtypes, which do "
                     f"not make up its shape {param.shape}. Every rank of the plan must write."
                 )
-            yield replace(pieces[0], shards=shards)
+            tensors.append(replace(pieces[0], shards=shards))
+        return replace(manifest, files=tuple(file for part in parts for file in part.files), tensors=tuple(tensors))
 
 
-@contextmanager
-def _explaining(target: Path, needed: int) -> Iterator[None]:
-    """As `core.publish.explaining`; where space has run out, it says how much there must be."""
-    try:
-        with explaining(target):
-            yield
-    except OutputError as error:
-        cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _no_space(target, needed) from error
-        raise
+def _key_in_file(param: Param, box: Box) -> str | None:
+    """A whole parameter goes by its own name, a piece by that and its place."""
+    is_whole = box_shape(box) == param.shape
+    return None if is_whole else f"{param.name}@{','.join(str(start) for start, _ in box)}"
 
 
 def _existing(path: Path) -> Path:
     """The nearest parent that exists."""
     return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-
-
-def _check_space(target: Path, needed: int) -> None:
-    if shutil.disk_usage(_existing(target)).free < needed:
-        raise _no_space(target, needed)
-
-
-def _no_space(target: Path, needed: int) -> OutputError:
-    free = shutil.disk_usage(_existing(target)).free
-    return OutputError(
-        f"cannot write {target}: it needs {needed:,} bytes, and {free:,} are free. "
-        "Earlier checkpoints are intact. Free some space (train.keep limits how many are kept) and resume."
-    )

@@ -89,7 +89,7 @@ def train(
     while progress.step < last_step and not _is_interrupted(interrupt, peers):
         began = time.perf_counter()
         step = progress.step + 1
-        batches = data.train.batches(progress.consumed_samples, run.global_batch_size, run.micro_batch_size)
+        batches = data.train.batches(progress.consumed_samples, run.global_batch_size, run.samples_of_a_pass)
         rate = learning_rate(step, run.steps, config.optimizer)
         result = session.train_step(batches, rate, dropout=DropoutKey(run.seed, step))
         log(_step_row(step, rate, result, batches, time.perf_counter() - began, run.backend))
@@ -104,7 +104,7 @@ def train(
 
         is_last = step == last_step
         if data.validation is not None and (is_last or _is_due(step, run.eval_every)):
-            log(evaluate(session, data.validation, run.eval_batches, run.micro_batch_size, step))
+            log(evaluate(session, data.validation, run.eval_batches, run.samples_of_a_pass, step))
         if is_last or _is_due(step, run.checkpoint_every):
             log(_save(session, data, config, progress, peers))
             saved_step = step

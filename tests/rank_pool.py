@@ -80,7 +80,7 @@ def _serve(connection: Connection, port: int, notes: Path) -> None:
     import torch
     from torch.distributed import TCPStore
 
-    from duomesh.backends.torch.activity import doing, share_activity
+    from duomesh.core.activity import doing, share_activity
 
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -108,7 +108,7 @@ def _end_with_parent() -> None:
 def _answer(data: bytes, store: TCPStore) -> _Answer:
     import torch.distributed as dist
 
-    from duomesh.backends.torch.activity import activity_of
+    from duomesh.core.activity import activity_of
 
     try:
         case: _Case = pickle.loads(data)
@@ -139,7 +139,7 @@ class _Rank:
 
     @property
     def doing(self) -> str:
-        from duomesh.backends.torch.activity import read_activity
+        from duomesh.core.activity import read_activity
 
         return read_activity(self.notes / "doing")
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from duomesh.backends.torch.activity import doing
 from duomesh.backends.torch.launch import RankContext, is_launched, join, launch
 from duomesh.backends.torch.watch import Limits
+from duomesh.core.activity import doing
 from duomesh.core.errors import DataError, DuomeshError
 
 LIMITS = Limits(beat_s=0.3, dead_s=12.0, stall_s=3.0, start_s=60.0)

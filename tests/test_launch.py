@@ -17,10 +17,10 @@ import pytest
 import torch
 from rank_targets import LIMITS, STEP, Fault, long_save, steps
 
-from duomesh.backends.torch.activity import activity_of, current, doing, read_activity
 from duomesh.backends.torch.launch import is_launched, join, launch
 from duomesh.backends.torch.verdict import Status, judge
 from duomesh.backends.torch.watch import Limits
+from duomesh.core.activity import activity_of, current, doing, read_activity
 from duomesh.core.errors import BackendError, DataError
 
 SCRIPT = Path(__file__).resolve().parent / "rank_targets.py"
@@ -220,7 +220,7 @@ def test_the_innermost_section_is_where_an_error_was_raised() -> None:
 def test_a_shared_activity_outlives_its_process(tmp_path: Path) -> None:
     source = f"""
         import os, pathlib, signal
-        from duomesh.backends.torch.activity import doing, share_activity
+        from duomesh.core.activity import doing, share_activity
         doing("a text that is longer than the next")
         share_activity(pathlib.Path({str(tmp_path / "doing")!r}))
         doing("step 1")

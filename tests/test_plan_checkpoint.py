@@ -6,9 +6,6 @@ import hashlib
 import io
 import os
 import signal
-import tracemalloc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -23,6 +20,7 @@ from spec_cases import attention, model
 from test_checkpoint import training_state
 
 from duomesh.backends.torch.arrays import to_array
+from duomesh.backends.torch.debug import LargestTensor
 from duomesh.backends.torch.peers import JobPeers
 from duomesh.backends.torch.session import TorchSession
 from duomesh.core.batch import IGNORE, Batch
@@ -110,8 +108,8 @@ class Ran:
     """What a rank has after it saved or loaded, and after two more steps.
 
     state: digests, those of compute weights under "params". read: bytes, by our count and by the kernel's. files: those
-    that are open. owned: bytes of its share of the state. peak: bytes of host arrays. largest: elements of the largest
-    array that was read or written. padding: whether it is zero.
+    that are open. owned: bytes of its share of the state. largest: elements of the largest array or tensor that was
+    made while it saved or loaded. padding: whether it is zero.
     """
 
     state: dict[tuple[str, str], str]
@@ -121,7 +119,6 @@ class Ran:
     read: tuple[int, int] = (0, 0)
     files: tuple[str, ...] = ()
     owned: int = 0
-    peak: int = 0
     largest: int = 0
     padding: bool = False
 
@@ -181,39 +178,33 @@ def write(session: TorchSession, target: Path, peers: JobPeers) -> None:
     )
 
 
-@contextmanager
-def peak_bytes() -> Iterator[list[int]]:
-    """Of what numpy and Python allocate beyond what there is."""
-    out: list[int] = []
-    tracemalloc.start()
-    try:
-        yield out
-        out.append(tracemalloc.get_traced_memory()[1])
-    finally:
-        tracemalloc.stop()
-
-
 def save(rank: int, world: int, plan: str, spec: ModelSpec, dtype: str, target: Path) -> Ran:
     session, peers = trained(plan, spec, dtype), JobPeers()
-    sizes = [prod(box_shape(box)) for boxes in session.owned_boxes().values() for box in boxes]
-    with peak_bytes() as peak:
+    add, sizes = TensorFileWriter.add, [0]
+
+    def watched(self: TensorFileWriter, name: str, array: Array) -> None:
+        sizes.append((array if array.base is None else array.base).size)
+        add(self, name, array)
+
+    with pytest.MonkeyPatch.context() as patch, LargestTensor() as tensors:
+        patch.setattr(TensorFileWriter, "add", watched)
         write(session, target, peers)
     state, count = digests(session), session.optimizer_step_count()
-    return Ran(state, count, *go_on(session), peak=peak[0], largest=max(sizes, default=0))
+    return Ran(state, count, *go_on(session), largest=max(*sizes, tensors.elements))
 
 
 def resume(rank: int, world: int, plan: str, spec: ModelSpec, dtype: str, source: Path) -> Ran:
     session = new_session(plan, spec, dtype)
-    largest = [0]
+    sizes = [0]
 
     def watched(tensor: Deferred) -> Deferred:
         def read(box: Box) -> Array:
-            largest.append(prod(box_shape(box)))
+            sizes.append(prod(box_shape(box)))
             return tensor.read(box)
 
         return Deferred(tensor.shape, read)
 
-    with peak_bytes() as peak:
+    with LargestTensor() as tensors:
         before = kernel_bytes()
         checkpoint = Checkpoint(source)
         state = ((group, name, watched(tensor)) for group, name, tensor in checkpoint.deferred_state())
@@ -223,7 +214,7 @@ def resume(rank: int, world: int, plan: str, spec: ModelSpec, dtype: str, source
     buckets = sum(bucket.size // bucket.parts for bucket in session.storage.buckets)
     owned = buckets * len(STATE_GROUPS) * (8 if dtype == "float64" else 4)
     state_now, count, padding = digests(session), session.optimizer_step_count(), padding_is_zero(session)
-    return Ran(state_now, count, *go_on(session), read, files, owned, peak[0], max(largest), padding)
+    return Ran(state_now, count, *go_on(session), read, files, owned, max(*sizes, tensors.elements), padding)
 
 
 def kernel_bytes() -> int:
@@ -300,8 +291,7 @@ def test_narrow_weights_are_rounded_from_masters(ranks: RankPool, saved: Any) ->
 
 @pytest.mark.parametrize("plan", ["dp=8,zero=3", "tp=4", "tp=2,sequence_parallel"])
 def test_a_rank_reads_its_slices_and_no_more_than_1_mib(ranks: RankPool, saved: Any, plan: str) -> None:
-    """Bytes by the kernel's own count, manifest and headers included; and at no time is a rank's memory that of a
-    parameter."""
+    """Bytes by the kernel's own count, manifest and headers included. No rank ever has a whole parameter."""
     path, before = saved(SAVED, LARGE, "float32")
     program = build_program(LARGE)
     total, full = 12 * program.num_params, max(param.size for param in program.params.values())
@@ -312,10 +302,9 @@ def test_a_rank_reads_its_slices_and_no_more_than_1_mib(ranks: RankPool, saved: 
         assert counted <= read <= after.owned + MIB
         assert after.owned <= total // Plan.parse(plan).world_size + MIB
         assert after.state == before[0].state
-        assert after.largest < full
-        assert after.peak < 4 * full or plan == "tp=2,sequence_parallel"  # halves, read and then put together
+        assert 0 < after.largest < full
         opened |= set(after.files)
-    assert all(ran.largest < full and ran.peak < 4 * full for ran in before)
+    assert all(0 < ran.largest < full for ran in before)
     assert opened == {file.name for file in path.glob("*.safetensors")}
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankError, RankPool
 
-from duomesh.backends.torch.activity import doing
+from duomesh.core.activity import doing
 
 
 def add_up(rank: int, world: int, offset: int) -> tuple[int, int, np.ndarray]:

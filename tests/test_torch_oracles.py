@@ -7,7 +7,7 @@ collective, nor the optimizer's loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -191,7 +191,7 @@ def torch_side(layout: Layout, params: dict[str, Array], data: Sequence[Batch], 
 
 
 def clip(parameters: list[nn.Parameter]) -> float:
-    """The two halves of torch's `clip_grad_norm_`, without the 1e-6 that it adds to the norm: no part of our contract."""
+    """torch's `clip_grad_norm_` in two halves, without the 1e-6 that it adds to the norm: our contract has none."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     torch.nn.utils.clip_grads_with_norm_(parameters, CONFIG.max_grad_norm or 0.0, norm - 1e-6)

@@ -9,13 +9,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from duomesh.backends.torch.activity import doing
+from duomesh.core.activity import doing
 from duomesh.core.errors import BackendError
 from duomesh.core.sharding.collectives import StepShape, step_collectives
 from duomesh.core.sharding.mesh import Mesh
 from duomesh.core.sharding.storage import Storage
 
 __all__ = ["Groups", "Stage", "needed_groups"]
+
+
+_FIRST_STEP_S = 900.0
 
 
 class Stage:
@@ -30,7 +33,8 @@ class Stage:
     def __call__(self, name: str) -> Iterator[None]:
         before, self.name = self.name, name
         try:
-            with doing(f"step {self.step}, {name}"):
+            # the first step compiles, and meets whatever is done once
+            with doing(f"step {self.step}, {name}", stall_s=_FIRST_STEP_S if self.step <= 1 else None):
                 yield
         finally:
             self.name = before

@@ -32,10 +32,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from duomesh.backends.torch.activity import doing, read_activity, share_activity
 from duomesh.backends.torch.verdict import Failure
 from duomesh.backends.torch.watch import Limits, Watcher, read_failure
 from duomesh.core import errors
+from duomesh.core.activity import doing, read_activity, share_activity
 from duomesh.core.errors import BackendError, DuomeshError
 
 __all__ = ["RankContext", "Target", "is_launched", "join", "launch"]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from duomesh.backends.torch.activity import doing
+from duomesh.core.activity import doing
 
 __all__ = ["JobPeers"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from duomesh.backends.torch.activity import activity_of
+from duomesh.core.activity import activity_of
 from duomesh.core.errors import DuomeshError
 
 __all__ = ["STACK_CHARACTERS", "Failure", "Status", "absent", "judge", "raised", "silent"]

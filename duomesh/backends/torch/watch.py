@@ -33,8 +33,8 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from duomesh.backends.torch.activity import current, doing
 from duomesh.backends.torch.verdict import STACK_CHARACTERS, Failure, Status, absent, judge, raised, silent
+from duomesh.core.activity import current, doing
 from duomesh.core.errors import BackendError
 
 __all__ = ["Limits", "Watcher", "read_failure"]

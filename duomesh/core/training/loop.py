@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from duomesh.core.activity import doing
 from duomesh.core.batch import Batch
 from duomesh.core.checkpoint import TrainingState, checkpoint_path, find_fault, keep_last, write_checkpoint
 from duomesh.core.data.sampler import Sampler
@@ -89,7 +90,8 @@ def train(
     while progress.step < last_step and not _is_interrupted(interrupt, peers):
         began = time.perf_counter()
         step = progress.step + 1
-        batches = data.train.batches(progress.consumed_samples, run.global_batch_size, run.samples_of_a_pass)
+        with doing(f"step {step}, data"):
+            batches = data.train.batches(progress.consumed_samples, run.global_batch_size, run.samples_of_a_pass)
         rate = learning_rate(step, run.steps, config.optimizer)
         result = session.train_step(batches, rate, dropout=DropoutKey(run.seed, step))
         log(_step_row(step, rate, result, batches, time.perf_counter() - began, run.backend))
@@ -179,19 +181,20 @@ def _save(session: Session, data: TrainingData, config: TrainConfig, progress: P
         compute_dtype=session.compute_dtype,
         optimizer=config.optimizer.adamw,
     )
-    write_checkpoint(
-        target,
-        session.program.spec,
-        session.owned_state(),
-        boxes=session.owned_boxes(),
-        peers=peers,
-        training=state,
-        config=encode(config),
-        written_by=config.train.backend,
-        plan=str(session.plan),
-        # a damaged one of the same step, which the resume passed over, is replaced
-        overwrite=peers.rank == 0 and target.exists() and find_fault(target) is not None,
-    )
+    with doing(f"step {progress.step}, saving", stall_s=math.inf):  # however large it is
+        write_checkpoint(
+            target,
+            session.program.spec,
+            session.owned_state(),
+            boxes=session.owned_boxes(),
+            peers=peers,
+            training=state,
+            config=encode(config),
+            written_by=config.train.backend,
+            plan=str(session.plan),
+            # a damaged one of the same step, which the resume passed over, is replaced
+            overwrite=peers.rank == 0 and target.exists() and find_fault(target) is not None,
+        )
     together(peers, lambda: keep_last(root, config.train.keep) if peers.rank == 0 else [])
     return CheckpointRow(step=progress.step, time=time.time(), path=str(target), seconds=time.perf_counter() - began)
 

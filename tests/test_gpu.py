@@ -11,6 +11,7 @@ from duomesh.api import new_session
 from duomesh.core.bounds import bound
 from duomesh.core.init import initial_params
 from duomesh.core.ir.build import build_program
+from duomesh.core.plan.plan import Plan
 from duomesh.core.session import AdamW
 from duomesh.core.spec.presets import preset
 from duomesh.core.verify.run import random_batch
@@ -78,3 +79,63 @@ def test_dropout_draws_the_bits_of_the_reference(how: str) -> None:
         assert tensor.grad is not None
         got, d_got = out.detach().cpu().numpy(), tensor.grad.cpu().numpy()
     assert np.array_equal(got, want) and np.array_equal(d_got, d_want)
+
+
+def _kernels(session: Any, batch: Any) -> int:
+    """Kernels and copies of one training step on the GPU."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(2):
+        session.train_step([batch], 1e-3)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        session.train_step([batch], 1e-3)
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    return sum(event.count for event in trace.key_averages() if event.device_type == on_device)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_plan_axes_of_size_one_cost_nothing(compile: bool) -> None:
+    """As many kernels and copies a step under a plan whose axes all have size 1 as without one."""
+    spec = preset("tiny-llama3")
+    program = build_program(spec)
+    batch = random_batch(spec.vocab_size, batch=2, seq=64, seed=1)
+    counts = []
+    for plan in (None, Plan(tp=1, dp=1, cp=1, pp=1, precision="bfloat16")):
+        session = new_session(spec, backend="torch", device="cuda", dtype="bfloat16", compile=compile, plan=plan)
+        session.load_params(initial_params(program, 0))
+        session.init_optimizer(AdamW())
+        counts.append(_kernels(session, batch))
+    assert counts[0] == counts[1] > 0
+    print(f"kernels and copies of a step, compile={compile}: {counts}")
+
+
+def test_a_rank_of_nccl_moves_nothing(tmp_path: Any) -> None:
+    """A job of one rank over NCCL: the same losses as without a job, and no collective in a step."""
+    import torch
+    import torch.distributed as dist
+
+    from duomesh.backends.torch.debug import CollectiveRecorder
+    from duomesh.backends.torch.session import TorchSession
+
+    spec = preset("tiny-llama3")
+    program = build_program(spec)
+    batch = random_batch(spec.vocab_size, batch=2, seq=64, seed=1)
+
+    def losses() -> tuple[list[float], int]:
+        session = TorchSession(program, plan=Plan(), compute_dtype="bfloat16", device="cuda")
+        session.load_params(initial_params(program, 0))
+        session.init_optimizer(AdamW())
+        with CollectiveRecorder(session.groups) as recorder:
+            made = [session.train_step([batch], 1e-3).loss for _ in range(3)]
+        return made, len(recorder.recorded)
+
+    alone = losses()
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        assert losses() == alone and alone[1] == 0
+    finally:
+        dist.destroy_process_group()

@@ -98,9 +98,7 @@ class FlatParams:
                 self._is_full[bucket.name] = True
                 self.pull(bucket)
                 return
-            work = all_gather_into(
-                full, self._owned[bucket.name], group=self.groups.of(bucket.shared), async_op=True
-            )
+            work = all_gather_into(full, self._owned[bucket.name], group=self.groups.of(bucket.shared), async_op=True)
         self._works[bucket.name] = work
 
     def acquire(self, bucket: Bucket) -> None:

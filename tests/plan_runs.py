@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from math import sqrt
 from typing import Any
 
 import numpy as np
 import torch
+from adamw import adamw_steps
 from sharding_cases import NORM, WIDE, Array, batches, params_of
 from spec_cases import attention, model
 
@@ -141,26 +141,13 @@ def run_largest(rank: int, world: int, plan: str, spec: ModelSpec, samples: int,
 
 
 def reference_steps(spec: ModelSpec, micro_batches: int) -> tuple[float, dict[str, Array], list[Any], dict[str, Array]]:
-    """Loss and gradients of a step, (loss, norm) of three updates and parameters after them, of one rank in numpy.
-
-    AdamW by Loshchilov and Hutter, arXiv:1711.05101, algorithm 2, with gradients scaled to the largest norm.
-    """
+    """Loss and gradients of a step, (loss, norm) of three updates and parameters after them, of one rank in numpy."""
     program, data = build_program(spec), plan_batches(micro_batches)
     params = params_of(program)
-    key = DropoutKey(7, 0) if spec.dropout else None
-    loss, grads = ReferenceModel(program, params).loss_and_grads(data, key)
-    first, second = ({n: np.zeros_like(p) for n, p in params.items()} for _ in range(2))
-    history = []
-    for t in range(1, STEPS + 1):
-        key = DropoutKey(7, t) if spec.dropout else None
-        step_loss, g = ReferenceModel(program, params).loss_and_grads(data, key)
-        norm = sqrt(sum(float(np.sum(x**2)) for x in g.values()))
-        history.append((step_loss, norm))
-        for n, w in params.items():
-            x = g[n] * min(1.0, (CONFIG.max_grad_norm or norm) / norm)
-            first[n] = CONFIG.beta1 * first[n] + (1 - CONFIG.beta1) * x
-            second[n] = CONFIG.beta2 * second[n] + (1 - CONFIG.beta2) * x * x
-            m, v = first[n] / (1 - CONFIG.beta1**t), second[n] / (1 - CONFIG.beta2**t)
-            decay = CONFIG.weight_decay * program.params[n].is_decayed
-            params[n] = w - LR * (m / (np.sqrt(v) + CONFIG.eps) + decay * w)
-    return loss, grads, history, params
+
+    def pull(now: dict[str, Array], step: int) -> tuple[float, dict[str, Array]]:
+        key = DropoutKey(7, step) if spec.dropout else None
+        return ReferenceModel(program, now).loss_and_grads(data, key)
+
+    after, history = adamw_steps(program, params, pull, CONFIG, LR, STEPS)
+    return *pull(params, 0), history, after

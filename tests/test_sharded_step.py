@@ -1,16 +1,13 @@
-"""Training steps on simulated meshes against one rank: sums of gradients, the global norm, AdamW; every level of ZeRO.
-
-One rank's AdamW is written out here, from its paper.
-"""
+"""Training steps on simulated meshes against one rank: sums of gradients, the global norm, AdamW, every ZeRO level."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from math import sqrt
 
 import numpy as np
 import pytest
+from adamw import adamw_steps
 from sharding_cases import SPECS, Array, batches, one_rank, sharded
 
 from duomesh.core.bounds import bound
@@ -48,24 +45,13 @@ CASES: list[tuple[str, str, list[int] | None]] = [
 
 @lru_cache
 def one_rank_steps(name: str) -> tuple[dict[str, Array], list[tuple[float, float]]]:
-    """Parameters after three steps, and (loss, norm) of each: AdamW by Loshchilov and Hutter, arXiv:1711.05101,
-    algorithm 2, with gradients scaled to the largest norm."""
-    program = build_program(SPECS[name])
-    params = dict(one_rank(name)[0])
-    first, second = ({n: np.zeros_like(p) for n, p in params.items()} for _ in range(2))
-    history = []
-    for t in range(1, STEPS + 1):
-        loss, grads = ReferenceModel(program, params).loss_and_grads(batches(SPECS[name].vocab_size))
-        norm = sqrt(sum(float(np.sum(g**2)) for g in grads.values()))
-        history.append((loss, norm))
-        for n, w in params.items():
-            g = grads[n] * min(1.0, (CONFIG.max_grad_norm or norm) / norm)
-            first[n] = CONFIG.beta1 * first[n] + (1 - CONFIG.beta1) * g
-            second[n] = CONFIG.beta2 * second[n] + (1 - CONFIG.beta2) * g * g
-            m, v = first[n] / (1 - CONFIG.beta1**t), second[n] / (1 - CONFIG.beta2**t)
-            decay = CONFIG.weight_decay * program.params[n].is_decayed
-            params[n] = w - LR * (m / (np.sqrt(v) + CONFIG.eps) + decay * w)
-    return params, history
+    """Parameters after three steps, and (loss, norm) of each."""
+    program, data = build_program(SPECS[name]), batches(SPECS[name].vocab_size)
+
+    def pull(params: dict[str, Array], step: int) -> tuple[float, dict[str, Array]]:
+        return ReferenceModel(program, params).loss_and_grads(data)
+
+    return adamw_steps(program, one_rank(name)[0], pull, CONFIG, LR, STEPS)
 
 
 def trained(

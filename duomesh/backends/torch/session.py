@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ class TorchSession:
         compile: bool = False,
     ) -> None:
         self.program = program
-        self.plan = plan or Plan()
+        self.plan = replace(plan or Plan(), precision=compute_dtype)
         self.compute_dtype = compute_dtype
         self.device = _device(device)
         self._wide = torch.float64 if compute_dtype == "float64" else torch.float32
@@ -174,13 +175,13 @@ class TorchSession:
         out = []
         for name, size in zip(("batch", "seq"), shape, strict=True):
             axes = [axis for axis in mesh.names if rules[axis].data == name]
-            parts, place = self.groups.size(axes), self.groups.place(axes)
+            parts = self.groups.size(axis for axis in mesh.names if name in (rules[axis].data, rules[axis].stream))
             if size % parts:
                 raise BackendError(
                     f"the plan {self.plan} cannot share a micro-batch of {shape[0]} samples of {shape[1]} tokens: "
                     f"{size} is no multiple of {parts}."
                 )
-            length = size // parts
+            length, place = size // self.groups.size(axes), self.groups.place(axes)
             out.append(slice(place * length, (place + 1) * length))
         return tuple(out)
 

@@ -19,6 +19,7 @@ from duomesh.core.data.sampler import Sampler
 from duomesh.core.data.tokenizer import Tokenizer, check_rows, load_tokenizer
 from duomesh.core.errors import CheckpointError, ConfigError, DataError, DuomeshError, OutputError
 from duomesh.core.peers import ALONE, Peers, together
+from duomesh.core.plan.validate import check
 from duomesh.core.session import Session
 from duomesh.core.spec.codec import encode
 from duomesh.core.spec.model import ModelSpec
@@ -77,6 +78,7 @@ def run_training(
     for note in start.notes:
         console.note(note)
     model = together(peers, lambda: _find_model(start, find_model))
+    check(model.spec, config.train.full_plan, seq=config.data.seq_len)
     data = together(peers, lambda: _load_data(start, model.spec, console))
     _check_same_text(peers, data.fingerprint)
     with ExitStack() as lock:

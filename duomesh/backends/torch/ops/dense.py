@@ -23,6 +23,7 @@ __all__ = [
     "rope",
     "rope_table",
     "scale",
+    "scaled",
     "softcap",
     "unpacked",
     "wide",
@@ -79,12 +80,19 @@ def norm(
     if centered:
         x_wide = x_wide - x_wide.mean(-1, keepdim=True)
     normed = x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
+    return scaled(normed, weight, bias, x.dtype, weight_offset=weight_offset, cast=cast).view(shape)
+
+
+def scaled(
+    normed: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, weight_offset: float, cast: str
+) -> Tensor:
+    """A normed value times its gain, plus its bias, rounded to `dtype` where the convention says."""
     gain = weight if weight_offset == 0.0 else wide(weight) + weight_offset
     if cast == "before_weight":
-        out = normed.to(x.dtype) * gain.to(x.dtype)
-        return (out if bias is None else out + bias).view(shape)
+        out = normed.to(dtype) * gain.to(dtype)
+        return out if bias is None else out + bias
     out = normed * wide(gain)
-    return (out if bias is None else out + wide(bias)).to(x.dtype).view(shape)
+    return (out if bias is None else out + wide(bias)).to(dtype)
 
 
 def linear(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from duomesh.backends.torch.collectives import all_max, all_reduce
 from duomesh.backends.torch.moves import Move
-from duomesh.backends.torch.ops.dense import embedding, unpacked, wide
+from duomesh.backends.torch.ops.dense import embedding, scaled, unpacked, wide
 from duomesh.core.batch import IGNORE
 
 __all__ = ["Split", "gathered_linear", "split_cross_entropy", "split_embedding", "split_norm"]
@@ -121,12 +121,7 @@ def split_norm(
     x_wide = wide(x)
     squares = _SumOver.apply(x_wide.square().sum(-1, keepdim=True), split.group)
     normed = x_wide * torch.rsqrt(squares / split.size + eps)
-    gain = weight if weight_offset == 0.0 else wide(weight) + weight_offset
-    if cast == "before_weight":
-        out = normed.to(x.dtype) * gain.to(x.dtype)
-        return (out if bias is None else out + bias).view(shape)
-    out = normed * wide(gain)
-    return (out if bias is None else out + wide(bias)).to(x.dtype).view(shape)
+    return scaled(normed, weight, bias, x.dtype, weight_offset=weight_offset, cast=cast).view(shape)
 
 
 class _GatheredLinear(torch.autograd.Function):

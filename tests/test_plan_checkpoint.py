@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import signal
+import threading
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_session import FakeSession, tiny_spec
 from plan_runs import CONFIG, LR, SEQ, plan_model
 from rank_pool import RankError, RankPool
 from sharding_cases import ALL, Array, params_of, sharded
 from spec_cases import attention, model
-from test_checkpoint import training_state
+from test_checkpoint import SPEC, ThreadPeers, on_ranks, random_state, training_state
 
 from duomesh.backends.torch.arrays import to_array
 from duomesh.backends.torch.debug import LargestTensor
@@ -26,8 +28,8 @@ from duomesh.backends.torch.session import TorchSession
 from duomesh.core.batch import IGNORE, Batch
 from duomesh.core.bounds import bound
 from duomesh.core.boxes import Box, Deferred, box_shape, tiles
-from duomesh.core.checkpoint import Checkpoint, checkpoint_path, find_latest, keep_last, write_checkpoint
-from duomesh.core.errors import OutputError
+from duomesh.core.checkpoint import Checkpoint, Found, checkpoint_path, find_latest, keep_last, write_checkpoint
+from duomesh.core.errors import CheckpointError, DataError, OutputError
 from duomesh.core.init import deferred_initial_params
 from duomesh.core.ir.build import build_program
 from duomesh.core.plan.plan import Plan
@@ -37,11 +39,13 @@ from duomesh.core.sharding.pieces import spans
 from duomesh.core.sharding.storage import Storage
 from duomesh.core.spec.model import MlpSpec, ModelSpec
 from duomesh.core.tensorfile import TensorFileWriter
+from duomesh.core.training import resume as resume_module
 from duomesh.core.training.config import RunConfig
 from duomesh.core.training.console import Console
 from duomesh.core.training.metrics import read_rows
 from duomesh.core.training.model import Model
 from duomesh.core.training.resolve import resolve
+from duomesh.core.training.resume import find_start
 from duomesh.core.training.run import Outcome, run_training
 from duomesh.core.verify.compare import relative_error
 
@@ -457,3 +461,62 @@ def test_a_run_goes_on_under_another_plan(ranks: RankPool, tmp_path: Path) -> No
         assert got.plan.startswith("dp=4,zero=3") and one.plan.startswith("micro")
         for (name, value), (_, wanted_value) in zip(got.params(), one.params(), strict=True):
             assert relative_error(wanted_value, value)[0] <= bound("updated_parameter", "float64"), name
+
+
+# What ranks agree on
+
+
+def exchange(rank: int, world: int) -> list[list[str]]:
+    peers = JobPeers()
+    assert (peers.rank, peers.world_size) == (rank, world)
+    texts = [["", "", ""], ["a", "", "Grüße\n" * 3], ["same"] * 3]
+    return [peers.exchange(said[rank]) for said in texts]
+
+
+def test_every_rank_hears_every_rank(ranks: RankPool) -> None:
+    assert ranks.run(3, exchange) == [[["", "", ""], ["a", "", "Grüße\n" * 3], ["same"] * 3]] * 3
+
+
+def test_c115_all_ranks_take_the_checkpoint_that_rank_0_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may look while a checkpoint is being published or removed."""
+    root = tmp_path / "checkpoints"
+    for step in (1, 2):
+        write_checkpoint(checkpoint_path(root, step), SPEC, random_state(), training=training_state(step=step))
+    settings = [("data.paths", "x"), ("train.output", str(tmp_path)), ("train.resume", "must")]
+    seen = {0: checkpoint_path(root, 1), 1: checkpoint_path(root, 2), 2: None}
+    rank_of = threading.local()
+    monkeypatch.setattr(resume_module, "find_latest", lambda root: Found(seen[rank_of.rank], ()))
+
+    def start(peers: ThreadPeers) -> Any:
+        rank_of.rank = peers.rank
+        return find_start(resolve(None, settings), peers).checkpoint.path
+
+    assert on_ranks(3, start) == [checkpoint_path(root, 1)] * 3
+    # one of them cannot read it
+    monkeypatch.setattr(resume_module, "Checkpoint", lambda path: Checkpoint(seen[rank_of.rank] or tmp_path))
+    errors = on_ranks(3, start)
+    assert all(type(error) is CheckpointError and "no complete checkpoint" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("odd", ["text", "folder"])
+def test_what_one_rank_cannot_do_stops_all(tmp_path: Path, odd: str) -> None:
+    (tmp_path / "a").write_text("abc" * 500)
+    (tmp_path / "b").write_text(("abd" if odd == "text" else "abc") * 500)
+    settings = {"model.preset": "tiny", "data.seq_len": "16", "train.output": str(tmp_path / "run")}
+    if odd == "folder":
+        (tmp_path / "run").write_text("")  # rank 0 alone makes it
+
+    def run(peers: ThreadPeers) -> Any:
+        paths = [("data.paths", str(tmp_path / ("b" if peers.rank == 1 else "a")))]
+        spec = tiny_spec()
+        return run_training(
+            resolve(None, [*settings.items(), *paths]),
+            lambda config: Model(spec),
+            lambda made, config: FakeSession(made),
+            Console(io.StringIO()),
+            peers,
+        )
+
+    errors = on_ranks(3, run)
+    kind, said = {"text": (DataError, "rank 1 has read another text"), "folder": (OutputError, "cannot write")}[odd]
+    assert all(type(error) is kind and said in str(error) for error in errors)

@@ -248,3 +248,29 @@ def test_a_side_on_the_ranks_of_a_plan(capsys: pytest.CaptureFixture[str]) -> No
     words = ["verify", "tiny-qwen3", "torch", "torch:tp=2,dp=2,zero=1,sequence_parallel", "--seq", "16"]
     assert main([*words, "--grads", "--dtype", "fp64"]) == 0
     assert "passed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        ("tp=3", "tp must divide the query heads"),
+        ("tp=2,sequence_parallel", "tp must divide the sequence length"),
+        ("tp=2,micro_batches=2", "train.plan sets micro_batches"),
+        ("dp=3", "is not a multiple of train.micro_batch_size=2 x 3 data ranks"),
+        ("tpp=2", "there is no field 'tpp'"),
+    ],
+)
+def test_a_plan_that_does_not_fit_starts_no_rank(
+    plan: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """c056, c158: everything is found while the plan is built."""
+    (tmp_path / "text.txt").write_text("some text " * 200)
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[model]\npreset = "tiny-llama3"\n[data]\npaths = ["{tmp_path / "text.txt"}"]\nseq_len = 33\n'
+        f'[train]\nsteps = 1\nglobal_batch_size = 8\nmicro_batch_size = 2\ndevice = "cpu"\noutput = "{tmp_path / "out"}"\n'
+    )
+    assert main(["train", str(file), "--plan", plan]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and "rank 0" not in error
+    assert not (tmp_path / "out").exists()

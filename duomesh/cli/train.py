@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from duomesh.api import new_session, open_model
 from duomesh.core.errors import ConfigError
+from duomesh.core.plan.validate import check
 from duomesh.core.session import Session
 from duomesh.core.spec.model import ModelSpec
 from duomesh.core.spec.presets import preset
@@ -169,6 +170,8 @@ def _train(resolved: Resolved, args: Args) -> Outcome | None:
         return run_training(resolved, _find_model, _make_session, Console())
     if run.backend != "torch":
         raise ConfigError(f"train.plan={run.plan} has {world_size} ranks; {run.backend} cannot run on them yet.")
+    if resolved.config.model.preset is not None:  # no rank need start for a plan that does not fit
+        check(_find_model(resolved.config).spec, run.full_plan, seq=resolved.config.data.seq_len)
     from duomesh.backends.torch.launch import launch
 
     made = launch(world_size, "duomesh.cli.train:train_on_rank", args, device=run.device)

@@ -268,7 +268,8 @@ def test_a_plan_that_does_not_fit_starts_no_rank(
     file = tmp_path / "run.toml"
     file.write_text(
         f'[model]\npreset = "tiny-llama3"\n[data]\npaths = ["{tmp_path / "text.txt"}"]\nseq_len = 33\n'
-        f'[train]\nsteps = 1\nglobal_batch_size = 8\nmicro_batch_size = 2\ndevice = "cpu"\noutput = "{tmp_path / "out"}"\n'
+        f'[train]\nsteps = 1\nglobal_batch_size = 8\nmicro_batch_size = 2\ndevice = "cpu"\n'
+        f'output = "{tmp_path / "out"}"\n'
     )
     assert main(["train", str(file), "--plan", plan]) == 2
     error = capsys.readouterr().err

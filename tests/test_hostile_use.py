@@ -243,7 +243,7 @@ def test_a_reader_that_leaves_and_a_full_disk_are_no_tracebacks() -> None:
         (["explain", "x" * 300], "x" * 300),
         (["generate", "tiny-qwen2", "--prompt", "a", "--device", "meta"], "'meta' is none that this backend runs on"),
         (["verify", "tiny-qwen2", "torch", "torch:device=cpu:7"], "'cpu:7' was asked for"),
-        (["verify", "tiny-qwen2", "torch", "jax:device="], "'device=' sets none of the options"),
+        (["verify", "tiny-qwen2", "torch", "jax:device="], "'device=' has no value"),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else None,
 )

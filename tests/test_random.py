@@ -15,7 +15,7 @@ from op_cases import philox_by_hand
 
 from duomesh.core import random as counter
 from duomesh.core.errors import SpecError
-from duomesh.core.init import initial_params
+from duomesh.core.init import deferred_initial_params, initial_params
 from duomesh.core.ir.build import build_program
 from duomesh.core.ir.values import Axis, Init, Param
 
@@ -170,6 +170,11 @@ def test_initial_params_are_draws_under_canonical_names() -> None:
     for name, value in drawn.items():
         assert value.shape == program.params[name].shape
         np.testing.assert_array_equal(value, counter.draw(program.params[name], 9))
+    deferred = dict(deferred_initial_params(program, 9, perturb=0.3))
+    assert list(deferred) == list(drawn)
+    for name, tensor in deferred.items():
+        box = tuple((size // 3, size) for size in tensor.shape)
+        np.testing.assert_array_equal(tensor.read(box), counter.draw(program.params[name], 9, box=box, perturb=0.3))
     assert not np.array_equal(drawn["layers.0.mlp.up.weight"], drawn["layers.1.mlp.up.weight"])
     assert (drawn["layers.0.attention_norm.weight"] == 1).all() and (drawn["layers.0.attention.q.bias"] == 0).all()
 

@@ -91,11 +91,11 @@ class TorchSession:
         compile: bool = False,
     ) -> None:
         self.program = program
-        self.plan = replace(plan or Plan(), precision=compute_dtype)
+        self.plan = plan or Plan()
         self.compute_dtype = compute_dtype
         self.device = _device(device)
         self._wide = torch.float64 if compute_dtype == "float64" else torch.float32
-        self.storage = shard(program, self.plan)
+        self.storage = shard(program, replace(self.plan, precision=compute_dtype))
         mesh = self.storage.sharded.mesh
         self.groups = Groups(mesh, needed_groups(self.storage), self.device)
         self.model = self._lower()

@@ -6,6 +6,9 @@
         exp_avg-00001.safetensors
         exp_avg_sq-00001.safetensors
 
+On several ranks each writes files of its own, master-rank00003-00001.safetensors, with the rectangles that it owns; the
+manifest says where each rectangle of a tensor lies. Whoever reads takes the bytes that it needs.
+
 What counts as state, and where it is kept:
 
 | state | where | note |
@@ -22,6 +25,8 @@ What counts as state, and where it is kept:
 
 Derived and therefore nowhere stored: compute weights of a trained model, packed or stacked storage, the learning
 rate (a function of step and settings), the order of samples, compiled code, timings.
+
+No layout is state: the plan that wrote is named for people, and any other may read.
 
 A directory with this layout is published by one rename when it is complete (`core.publish`); a process that dies
 while saving leaves only a temporary name that `find_latest` passes over and reports.

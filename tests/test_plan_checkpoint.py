@@ -85,7 +85,6 @@ def test_ranks_own_each_element_and_save_it_once(case: tuple[str, str], zero: in
     saved: dict[str, list[Box]] = {name: [] for name in whole}
     for place in made.mesh.coordinates():
         coordinate = dict(zip(made.mesh.names, place, strict=True))
-        owned: dict[str, int] = {}
         for span in spans(storage, coordinate):
             param, layout = made.model.params[span.name], made.params[span.name, span.bucket.stage]
             part = whole[span.name][np.ix_(*stored_indices(param, layout, extents, coordinate))]
@@ -98,7 +97,6 @@ def test_ranks_own_each_element_and_save_it_once(case: tuple[str, str], zero: in
             index = np.ravel_multi_index(shared, [made.mesh.size(a) for a in span.bucket.shared]) if shared else 0
             mine = bucket.reshape(span.bucket.parts, -1)[index]
             assert np.array_equal(span.fill(whole[span.name]), mine[span.start : span.stop]), span
-            owned[span.bucket.name] = owned.get(span.bucket.name, 0) + np.count_nonzero(mine[span.start : span.stop])
             if span.is_first:
                 saved[span.name] += [piece.box for piece in span.pieces]
     assert all(tiles(boxes, whole[name].shape) for name, boxes in saved.items())
@@ -178,7 +176,7 @@ def write(session: TorchSession, target: Path, peers: JobPeers) -> None:
         session.owned_state(),
         boxes=session.owned_boxes(),
         peers=peers,
-        training=training_state(session.compute_dtype),
+        training=replace(training_state(session.compute_dtype), optimizer_step_count=session.optimizer_step_count()),
         plan=str(session.plan),
     )
 
@@ -213,7 +211,8 @@ def resume(rank: int, world: int, plan: str, spec: ModelSpec, dtype: str, source
         before = kernel_bytes()
         checkpoint = Checkpoint(source)
         state = ((group, name, watched(tensor)) for group, name, tensor in checkpoint.deferred_state())
-        session.load_optimizer_state(CONFIG, STEPS, state)
+        assert checkpoint.training is not None
+        session.load_optimizer_state(CONFIG, checkpoint.training.optimizer_step_count, state)
         read = (checkpoint.num_bytes_read, kernel_bytes() - before)
     files = tuple(sorted(Path(path).name for path in open_files() if str(source) in path))
     buckets = sum(bucket.size // bucket.parts for bucket in session.storage.buckets)

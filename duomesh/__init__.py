@@ -6,7 +6,7 @@ Importing this package loads neither framework: each loads when its backend is f
 from __future__ import annotations
 
 from duomesh import spec
-from duomesh.api import Model, ModelSource, build, draw, explain, new_session, open_model
+from duomesh.api import Model, ModelSource, build, draw, explain, explain_compiled, new_session, open_model
 from duomesh.core.batch import IGNORE, Batch
 from duomesh.core.dropout import DropoutKey
 from duomesh.core.errors import DuomeshError
@@ -29,6 +29,7 @@ __all__ = [
     "build",
     "draw",
     "explain",
+    "explain_compiled",
     "new_session",
     "open_model",
     "spec",

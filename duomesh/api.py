@@ -8,32 +8,47 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from duomesh.core.arrays import Array
 from duomesh.core.batch import Batch
+from duomesh.core.boxes import Sliceable, whole
 from duomesh.core.errors import BackendError, CheckpointError, ConfigError, DuomeshWarning, SpecError
-from duomesh.core.init import initial_params
+from duomesh.core.init import deferred_initial_params
 from duomesh.core.ir.build import build_program
 from duomesh.core.ir.listing import explain_program
 from duomesh.core.plan.plan import Plan
 from duomesh.core.plan.shard import shard
 from duomesh.core.plan.validate import check
-from duomesh.core.session import ComputeDType, Session
+from duomesh.core.session import ComputeDType, JaxMode, Session, check_compute_dtype
 from duomesh.core.sharding.collectives import StepShape, step_collectives
-from duomesh.core.sharding.listing import LayoutListing, list_layout
+from duomesh.core.sharding.compare import CompiledTable, compiled_table
+from duomesh.core.sharding.listing import LayoutListing, list_collectives, list_layout
 from duomesh.core.sharding.picture import draw_program
+from duomesh.core.sharding.stacks import Stacks, stack_collectives
 from duomesh.core.spec.model import ModelSpec
 from duomesh.core.spec.serialize import spec_differences
 
 if TYPE_CHECKING:
     from duomesh.converters.hf.writer import ExportReport
 
-__all__ = ["BACKENDS", "Model", "ModelSource", "build", "draw", "explain", "new_session", "open_model"]
+__all__ = [
+    "BACKENDS",
+    "Model",
+    "ModelSource",
+    "build",
+    "draw",
+    "explain",
+    "new_session",
+    "open_model",
+    "simulate_devices",
+]
 
 Params = Iterator[tuple[str, Array]]
+Tensors = Iterator[tuple[str, Sliceable]]
 BACKENDS = ("torch", "jax")
 # fields of a spec on which nothing that weights are for depends
 _NOT_COMPUTED = ("max_positions", "init_std", "init_scaled_output", "dropout")
@@ -47,14 +62,19 @@ class ModelSource:
         name: as the user gave it.
         kind: "preset" (weights are drawn), "hf" or "neutral".
         directory: where the weights are; None for a preset.
-        params: makes an iterator of (canonical name, array in its stored dtype).
+        tensors: makes an iterator of (canonical name, tensor in its stored dtype). Of a tensor no more is read or drawn
+            than is used; use it before the next one is asked for, since files are closed after the last one.
     """
 
     name: str
     kind: Literal["preset", "hf", "neutral"]
     spec: ModelSpec
     directory: Path | None
-    params: Callable[[], Params]
+    tensors: Callable[[], Tensors]
+
+    def params(self) -> Params:
+        """`tensors` as whole arrays."""
+        return ((name, whole(tensor)) for name, tensor in self.tensors())
 
 
 def open_model(model: str | Path | ModelSpec, *, seed: int = 0, perturb: float = 0.0) -> ModelSource:
@@ -77,23 +97,23 @@ def open_model(model: str | Path | ModelSpec, *, seed: int = 0, perturb: float =
     if (path / "manifest.json").is_file():
         from duomesh.core.checkpoint.read import Checkpoint
 
-        def neutral_params() -> Params:
+        def neutral_tensors() -> Tensors:
             with Checkpoint(path) as checkpoint:
-                yield from checkpoint.params()
+                yield from checkpoint.deferred_params()
 
         with Checkpoint(path) as checkpoint:
-            return ModelSource(str(model), "neutral", checkpoint.spec, path, neutral_params)
+            return ModelSource(str(model), "neutral", checkpoint.spec, path, neutral_tensors)
     if (path / "config.json").is_file():
         from duomesh.converters.hf.reader import HfCheckpoint
 
-        def hf_params() -> Params:
+        def hf_tensors() -> Tensors:
             with HfCheckpoint(path) as hf:
-                yield from hf.params()
+                yield from hf.deferred_params()
 
         with HfCheckpoint(path) as hf:
             for text in hf.warnings:
                 warnings.warn(text, DuomeshWarning, stacklevel=2)
-            return ModelSource(str(model), "hf", hf.spec, path, hf_params)
+            return ModelSource(str(model), "hf", hf.spec, path, hf_tensors)
     if path.is_dir():
         raise CheckpointError(
             f"{model} holds neither a config.json (Hugging Face) nor a manifest.json (neutral checkpoint)."
@@ -107,7 +127,7 @@ def open_model(model: str | Path | ModelSpec, *, seed: int = 0, perturb: float =
 
 def _drawn(name: str, spec: ModelSpec, seed: int, perturb: float) -> ModelSource:
     program = build_program(spec)
-    return ModelSource(name, "preset", spec, None, lambda: initial_params(program, seed, perturb=perturb))
+    return ModelSource(name, "preset", spec, None, lambda: deferred_initial_params(program, seed, perturb=perturb))
 
 
 def new_session(
@@ -117,13 +137,22 @@ def new_session(
     dtype: ComputeDType = "float32",
     device: str | None = None,
     compile: bool = False,
-    plan: Plan | None = None,
+    plan: Plan | str | None = None,
+    mode: JaxMode = "manual",
+    remat: bool = False,
+    length_buckets: tuple[int, ...] = (),
 ) -> Session:
     """A backend's session without weights.
 
     Args:
         backend: "torch" or "jax".
-        plan: the layout on several ranks, which must be running (torchrun, or `backends.torch.launch`); None for one.
+        plan: the layout on several ranks or devices; None for one. torch's ranks must be running (torchrun, or
+            `backends.torch.launch`). JAX takes the devices of its process, or of all processes that it knows of; a CPU
+            simulates as many as are needed.
+        mode: how JAX runs a plan: "manual" asks for just the collectives that the plan lists, "explicit" checks every
+            movement by types and leaves collectives to XLA.
+        remat: JAX only: backward computes each layer again from its input, instead of keeping what the layer made.
+        length_buckets: lengths to which JAX pads batches at the end, so that it compiles for no more.
         dtype: compute dtype; bfloat16 trains with an fp32 master.
         device: such as "cpu" or "cuda"; None lets the backend choose.
         compile: compile on torch; JAX always does.
@@ -132,11 +161,15 @@ def new_session(
         BackendError: the backend is unknown or not installed, or lacks the device.
         ConfigError: the dtype is none that models are computed in.
     """
-    if dtype not in get_args(ComputeDType):
-        raise ConfigError(f"dtype {dtype!r} cannot be computed in; use one of {', '.join(get_args(ComputeDType))}.")
+    check_compute_dtype(dtype)
     options: dict[str, Any] = {"compute_dtype": dtype, "device": device, "compile": compile}
-    if plan is not None and plan.world_size > 1 and backend != "torch":
-        raise BackendError(f"{backend} cannot run on the ranks of a plan yet ({plan}); use backend='torch'.")
+    if remat and backend != "jax":
+        raise ConfigError(f"{backend} keeps what layers make; it cannot compute them again (remat) yet.")
+    if length_buckets and backend != "jax":
+        raise ConfigError(f"length_buckets={length_buckets} are for jax; {backend} takes every length as it is.")
+    if mode != "manual" and backend != "jax":
+        raise ConfigError(f"mode {mode!r} is for jax; {backend} runs a plan in one way only.")
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
     program = build_program(spec)
     try:
         if backend == "torch":
@@ -146,7 +179,8 @@ def new_session(
         if backend == "jax":
             from duomesh.backends.jax.session import JaxSession
 
-            return JaxSession(program, **options)
+            made: dict[str, Any] = {"mode": mode, "remat": remat, "length_buckets": length_buckets}
+            return JaxSession(program, plan=plan, **made, **options)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "duomesh":
             raise  # our own fault, not a package to install
@@ -155,6 +189,14 @@ def new_session(
             f"Install it with: pip install 'duomesh[{backend}]'."
         ) from error
     raise BackendError(f"there is no backend {backend!r}; use one of {', '.join(BACKENDS)}.")
+
+
+def simulate_devices(count: int) -> None:
+    """Lets a CPU stand for as many JAX devices, if JAX is installed and has not started yet in this process."""
+    with suppress(ModuleNotFoundError):  # building the session says what to install
+        from duomesh.backends.jax.devices import simulate
+
+        simulate(count)
 
 
 class Model:
@@ -177,7 +219,7 @@ class Model:
                 f"{found.name} describes another model than this one: {'; '.join(differences[:4])} (there, here). "
                 "Build from it instead."
             )
-        self.session.load_params(found.params())
+        self.session.load_params(found.tensors())
         return self
 
     def params(self) -> Params:
@@ -250,9 +292,42 @@ def explain(
     if plan is None:
         return explain_program(build_program(spec), seq=seq)
     plan, length = _checked(spec, plan, seq)
-    shape = StepShape(plan.samples_of_a_pass, length, plan.micro_batches)
+    shape = StepShape(plan.samples_of_a_pass, length, plan.resolved_micro_batches)
     storage = shard(build_program(spec), plan)
-    return list_layout(storage, shape, compute=plan.precision, grads=plan.resolved_grad_dtype)
+    return list_layout(storage, shape, compute=plan.resolved_precision, grads=plan.resolved_grad_dtype)
+
+
+def explain_compiled(
+    model: str | Path | ModelSpec,
+    plan: Plan | str,
+    *,
+    seq: int | None = None,
+    mode: JaxMode = "manual",
+    remat: bool = False,
+    device: str | None = None,
+) -> CompiledTable:
+    """What XLA makes of the collectives of a training step on JAX, beside those that the sharded program lists.
+
+    No weights are made. A CPU simulates the plan's devices; there, XLA moves bf16 as fp32.
+
+    Args:
+        mode, remat: as of `new_session`.
+        device: kind of the devices that the step is compiled for; None for JAX's default.
+
+    Returns:
+        A table that prints as text and has `rows` and `to_dict`.
+
+    Raises PlanError and BackendError as `new_session`.
+    """
+    spec = open_model(model).spec
+    plan, length = _checked(spec, plan, seq)
+    shape = StepShape(plan.samples_of_a_pass, length, plan.resolved_micro_batches)
+    how: dict[str, Any] = {"device": device, "mode": mode, "remat": remat}
+    session = new_session(spec, backend="jax", dtype=plan.resolved_precision, plan=plan, **how)
+    stacks = Stacks(shard(build_program(spec), plan).sharded, plan.zero)
+    listed = stack_collectives(stacks, shape, remat=remat)
+    shown = list_collectives(listed, compute=plan.resolved_precision, grads=plan.resolved_grad_dtype)
+    return compiled_table(shown, session.compiled_collectives(shape))  # type: ignore[attr-defined]
 
 
 def draw(model: str | Path | ModelSpec, plan: Plan | str, program: str = "block0", *, seq: int | None = None) -> str:
@@ -266,7 +341,7 @@ def draw(model: str | Path | ModelSpec, plan: Plan | str, program: str = "block0
     programs = storage.sharded.programs
     if program not in programs:
         raise ConfigError(f"the model has no program {program!r}; its programs are {', '.join(programs)}.")
-    collectives = step_collectives(storage, StepShape(plan.samples_of_a_pass, length, plan.micro_batches))
+    collectives = step_collectives(storage, StepShape(plan.samples_of_a_pass, length, plan.resolved_micro_batches))
     title = f"{program}: {plan or 'one rank'}"
     return draw_program(programs[program], storage.sharded.mesh, title=title, collectives=collectives)
 

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import cast, get_args
 
-from duomesh.api import BACKENDS, ModelSource, new_session, open_model
-from duomesh.core.arrays import DTYPES, Array
+from duomesh.api import BACKENDS, ModelSource, new_session, open_model, simulate_devices
+from duomesh.core.arrays import DTYPES
 from duomesh.core.batch import Batch
+from duomesh.core.boxes import Sliceable, whole
 from duomesh.core.errors import ConfigError, PlanError, SpecError
 from duomesh.core.ir.build import build_program
 from duomesh.core.plan.plan import Plan
-from duomesh.core.plan.validate import check
-from duomesh.core.session import ComputeDType, Trace
+from duomesh.core.plan.shard import check_for_session, shard
+from duomesh.core.plan.validate import check_step
+from duomesh.core.session import ComputeDType, JaxMode, Trace, check_compute_dtype
+from duomesh.core.sharding.local import check_batch
 from duomesh.core.spec.model import ModelSpec
 from duomesh.core.verify.run import Side, Tracer, VerifyReport, random_batch, verify_sides
 
 __all__ = ["PERTURB", "make_side", "trace_on_rank", "verify"]
 
-_OPTIONS = ("device", "model")
+_OPTIONS = ("device", "model", "mode")
 PERTURB = 0.1
 
 
 @dataclass(frozen=True)
 class _Words:
-    """A side as written: `torch`, `jax:device=cpu`, `torch:model=DIR`, `torch:tp=2,dp=2,zero=1`."""
+    """A side as written: `torch`, `jax:device=cpu`, `torch:model=DIR`, `torch:tp=2,dp=2,zero=1`,
+    `jax:tp=2,mode=explicit`."""
 
     text: str
     framework: str
@@ -57,23 +61,30 @@ def _plan(text: str, framework: str, words: list[str], options: dict[str, str]) 
     if framework == "hf" and "device" in options:
         raise ConfigError(f"side {text!r}: the hf side runs on the cpu only.")
     try:
-        plan = Plan.parse(",".join(words))
+        plan = Plan.parse(",".join(words), source=f"side {text!r}")
     except PlanError as error:
         raise ConfigError(
-            f"side {text!r}: {error} Beside a plan, a side has the options {', '.join(f'{o}=...' for o in _OPTIONS)}."
+            f"{error} Beside a plan, a side has the options {', '.join(f'{o}=...' for o in _OPTIONS)}."
         ) from None
-    if framework != "torch" and plan.world_size > 1:
-        raise ConfigError(f"side {text!r}: {framework} cannot run on the ranks of a plan yet.")
+    if framework == "hf" and plan != Plan():
+        raise ConfigError(f"side {text!r}: transformers runs on one device; give a plan to torch or jax.")
+    if "mode" in options and (framework != "jax" or options["mode"] not in get_args(JaxMode)):
+        raise ConfigError(f"side {text!r}: only jax has modes, {' and '.join(get_args(JaxMode))}.")
     return plan
 
 
-def make_side(text: str, source: ModelSource, *, seed: int = 0) -> Side:
+def make_side(text: str, source: ModelSource, *, dtype: ComputeDType, batch: tuple[int, int], seed: int = 0) -> Side:
     """A side from its words. `model=DIR` takes its weights, and its conventions, from another model; fields of a plan
     run it on as many ranks, which are started for it.
 
+    Args:
+        dtype: compute dtype of the comparison; it may be opened in another one to set bounds.
+        batch: samples and tokens of the batch that it will be given.
+
     Raises:
         ConfigError: the words are not a side. SpecError: the other checkpoint's model has other shapes. PlanError: the
-            model cannot be run by the plan.
+            model cannot be run by the plan, or the plan states another precision or batch. BackendError: the plan's
+            ranks cannot share the batch.
     """
     words = _parse(text)
     if "model" in words.options:
@@ -82,29 +93,44 @@ def make_side(text: str, source: ModelSource, *, seed: int = 0) -> Side:
         if {n: p.shape for n, p in ours.items()} != {n: p.shape for n, p in theirs.items()}:
             raise SpecError(f"side {text!r}: its model has other parameters or shapes than {source.name}.")
         source = other
-    check(source.spec, words.plan)
+    _check_plan(source.spec, words.plan, dtype, batch)
+    if words.framework == "jax":
+        simulate_devices(words.plan.world_size)  # for all sides, before JAX starts for the first of them
 
-    def open_side(dtype: str, weights: str) -> Tracer:
-        computed = cast(ComputeDType, dtype)
-        if words.plan.world_size > 1:
-            return _OnRanks(source, words, computed, weights, seed)
+    def open_side(opened: str, weights: str) -> Tracer:
+        computed = cast(ComputeDType, opened)
+        # what the plan says of dtypes is of the comparison's
+        plan = replace(words.plan, precision=None, grad_dtype=words.plan.grad_dtype if opened == dtype else None)
+        if plan.world_size > 1 and words.framework == "torch":
+            return _OnRanks(source, replace(words, plan=plan), computed, weights, seed)
         if words.framework == "hf":
             from duomesh.converters.hf.oracle import HfOracle
 
             if source.kind == "hf" and source.directory is not None:
                 # transformers reads the files itself: what our importer did to them is part of what is checked
                 return HfOracle.from_directory(source.directory, dtype=computed, weights=cast(ComputeDType, weights))
-            return HfOracle(source.spec, _rounded(source, weights), dtype=computed)
+            arrays = ((name, whole(tensor)) for name, tensor in _rounded(source, weights))
+            return HfOracle(source.spec, arrays, dtype=computed)
         device = words.options.get("device")
-        session = new_session(source.spec, backend=words.framework, dtype=computed, device=device)
+        mode = cast(JaxMode, words.options.get("mode", "manual"))
+        session = new_session(source.spec, backend=words.framework, dtype=computed, device=device, plan=plan, mode=mode)
         session.load_params(_rounded(source, weights))
         return session
 
     return Side(text, words.framework, words.framework != "hf", open_side)
 
 
-def _rounded(source: ModelSource, weights: str) -> Iterator[tuple[str, Array]]:
-    return ((name, array.astype(DTYPES[weights])) for name, array in source.params())
+def _check_plan(spec: ModelSpec, plan: Plan, dtype: ComputeDType, batch: tuple[int, int]) -> None:
+    """Everything that can be known before a rank starts. Errors as of `make_side`."""
+    program = build_program(spec)
+    samples, seq = batch
+    check_for_session(program, plan, dtype, seq=seq)
+    check_step(plan, [samples])
+    check_batch(shard(program, plan).sharded, batch)
+
+
+def _rounded(source: ModelSource, weights: str) -> Iterator[tuple[str, Sliceable]]:
+    return ((name, tensor.astype(DTYPES[weights])) for name, tensor in source.tensors())
 
 
 @dataclass(frozen=True)
@@ -167,7 +193,8 @@ def verify(
             one and biases of zero a fault in them would not show.
     """
     source = model if isinstance(model, ModelSource) else open_model(model, seed=seed, perturb=PERTURB)
-    made = [make_side(text, source, seed=seed) for text in sides]
+    computed = check_compute_dtype(dtype)
     batch = batch or random_batch(source.spec.vocab_size, batch=batch_size, seq=seq, seed=seed)
+    made = [make_side(text, source, dtype=computed, batch=batch.tokens.shape, seed=seed) for text in sides]
     program = build_program(source.spec)
     return verify_sides(made, program, batch, model=source.name, dtype=dtype, grads=grads)

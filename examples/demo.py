@@ -1,4 +1,4 @@
-"""`make demo`: one model trains on two ranks of torch, goes on in JAX, is exported to Hugging Face, and that is proved.
+"""`make demo`: one model trains on two ranks of torch, then in JAX on a 2x2 mesh, is exported, and that is proved.
 
 Every step is a `duomesh` command and is printed before it runs; nothing here could not be typed by hand.
 """
@@ -43,7 +43,7 @@ def main() -> None:
     config, half = str(HERE / "demo.toml"), str(STEPS // 2)
     data = "data.paths=" + sysconfig.get_path("stdlib")
     duomesh("train", config, data, "--backend", "torch", "--plan", "tp=2", "--stop-step", half)
-    duomesh("train", config, data, "--backend", "jax", "--plan", "", "--resume", "must")
+    duomesh("train", config, data, "--backend", "jax", "--plan", "dp=2,tp=2", "--resume", "must")
     checkpoint = str(RUN / "checkpoints" / f"step-{STEPS:08d}")
     duomesh("convert", checkpoint, str(EXPORT))
     duomesh("verify", str(EXPORT), "hf", "torch", "jax", "--grads", "--json", str(RUN / "verify.json"))

@@ -7,12 +7,12 @@ from itertools import combinations, product
 
 __all__ = ["MATRIX", "PlanCase", "pairs_of"]
 
-# zero "1h" and "3h" share state within groups of two data ranks
+# zero "1/2" and "3/2" share state within groups of two data ranks, "3/1" keeps it whole on each of them
 AXES: dict[str, tuple[object, ...]] = {
     "tp": (1, 2, 4),
     "sequence_parallel": (False, True),
     "dp": (1, 2, 4),
-    "zero": ("0", "1", "2", "3", "1h", "3h"),
+    "zero": ("0", "1", "2", "3", "1/2", "3/2", "3/1"),
     "dropout": (False, True),
     "ties": (False, True),
     "micro_batches": (1, 2),
@@ -34,7 +34,7 @@ class PlanCase:
     @property
     def is_possible(self) -> bool:
         """At most 8 ranks; sequence parallelism needs tp, ZeRO dp, and groups of two more than one group."""
-        shares = self.dp == 4 if self.zero.endswith("h") else self.zero == "0" or self.dp > 1
+        shares = self.dp == 4 if self.zero.endswith("/2") else self.zero == "0" or self.dp > 1
         return self.tp * self.dp <= 8 and (self.tp > 1 or not self.sequence_parallel) and shares
 
     @property
@@ -45,8 +45,9 @@ class PlanCase:
     def plan(self) -> str:
         words = [f"tp={self.tp}", f"dp={self.dp}", f"micro_batches={self.micro_batches}"]
         words += ["sequence_parallel"] if self.sequence_parallel else []
-        words += [f"zero={self.zero[0]}"] if self.zero != "0" else []
-        words += ["zero_shard=2"] if self.zero.endswith("h") else []
+        zero, _, shard = self.zero.partition("/")
+        words += [f"zero={zero}"] if zero != "0" else []
+        words += [f"zero_shard={shard}"] if shard else []
         return ",".join(words)
 
     def __str__(self) -> str:

@@ -86,6 +86,16 @@ def long_save(context: RankContext, seconds: float) -> str:
     return "saved"
 
 
+def large_save(context: RankContext, seconds: float) -> str:
+    """Rank 0 saves for longer than a section may last that moves nothing."""
+    if context.rank == 0:
+        with doing("save", more_s=seconds):
+            time.sleep(seconds)
+    with doing("wait for the save"):
+        dist.barrier()
+    return "saved"
+
+
 def main(how: str, *words: str) -> None:
     if is_launched():
         with join(device="cpu", limits=LIMITS) as context:

@@ -330,4 +330,4 @@ def test_the_step_of_jax_is_compiled_once_for_all_keys() -> None:
     assert isinstance(made, JaxSession)
     made.init_optimizer(AdamW())
     losses = {made.train_step(batches(), 0.0, dropout=replace(KEY, step=step)).loss for step in range(3)}
-    assert len(losses) == 3 and made._step_jit._cache_size() == 1
+    assert len(losses) == 3 and made.functions.step(AdamW())._cache_size() == 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from typing import Any
 
 import pytest
 
@@ -157,9 +159,42 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 ranks" in capsys.readouterr().out
 
 
+def compiled(capsys: pytest.CaptureFixture[str], plan: str, *words: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Rows by kind and axis."""
+    command = ["explain", "tiny-qwen3", "--plan", plan, "--seq", "16", "--compiled", "--device", "cpu", "--json"]
+    assert main([*command, *words]) == 0
+    return {(row["kind"], row["axis"]): row for row in json.loads(capsys.readouterr().out)}
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2,dp=2", "tp=2,dp=2,sequence_parallel,zero=1,micro_batches=2"])
+def test_what_is_issued_is_what_is_listed(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In fp32, but for gathers of one value, which XLA makes once on a CPU where no scan is between them."""
+    rows = compiled(capsys, plan)
+    assert rows and ("all-reduce", "tp") in rows
+    for (kind, _), row in rows.items():
+        if kind == "all-gather":
+            assert 0 < row["issued_count"] <= row["listed_count"], row
+        else:
+            assert row["issued_count"] == row["listed_count"] > 0, row
+            assert row["issued_bytes"] == row["listed_bytes"] and not row["note"], row
+
+
+def test_what_xla_issues_of_types_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["explain", "tiny-qwen3", "--plan", "tp=2,dp=2", "--seq", "16", "--compiled", "--mode", "explicit"]
+    assert main([*words, "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("collectives of a step") and re.search(r"^  all-reduce +tp ", out, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("words", "sentences"),
     [
+        (["--plan", "tp=2", "--mode", "explicit"], ["give --compiled with them"]),
+        (["--plan", "tp=2", "--device", "cpu"], ["give --compiled with them"]),
+        (["--mode", "explicit"], ["give --compiled with them"]),
+        (["--plan", "tp=2", "--compiled", "--picture", "x.svg"], ["leave out --json and --compiled, or --picture"]),
+        (["--compiled"], ["--compiled shows layouts and needs --plan"]),
+        (["--plan", "tp=two"], ["duomesh explain: plan: tp is 'two'"]),
         (["--plan", "tp=3,pp=2"], ["num_heads=32", "num_kv_heads=8", "ffn_size=14336", "pp is not built yet"]),
         (["--plan", "tpp=2"], ["tpp", "tp"]),
         (["--json"], ["needs --plan"]),

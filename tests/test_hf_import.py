@@ -13,7 +13,7 @@ from hf_dirs import BF16, Array, Tensors, config, tensors, write_directory, writ
 from duomesh.converters.hf.config import read_config
 from duomesh.converters.hf.oracle import HfOracle
 from duomesh.converters.hf.reader import HfCheckpoint
-from duomesh.converters.pairing import convert_pairing, with_pairing
+from duomesh.converters.pairing import Pairing, convert_pairing, with_pairing
 from duomesh.converters.values import find_nonfinite, largest_difference
 from duomesh.core.batch import IGNORE, Batch
 from duomesh.core.bounds import bound
@@ -206,7 +206,7 @@ def test_slices_are_read_alone_and_keep_their_dtype(tmp_path: Path) -> None:
         name = "layers.1.attention.q.weight"
         want = data[LAYER1 + "self_attn.q_proj.weight"]
         assert checkpoint.info(name).dtype == "bfloat16"
-        assert checkpoint.read(name, (5, 40)).tobytes() == want[5:40].tobytes()
+        assert checkpoint.read(name, [(5, 40)]).tobytes() == want[5:40].tobytes()
         assert checkpoint.read(name).tobytes() == want.tobytes()
 
 
@@ -350,7 +350,7 @@ def test_c006_members_that_differ_are_an_error_unless_one_is_picked(tmp_path: Pa
         ConversionError,
         match=r"model\.embed_tokens\.weight and lm_head\.weight differ \(the largest difference is 0\.25",
     ):
-        HfCheckpoint(tmp_path / "c")
+        loaded(tmp_path / "c")
     embed = loaded(tmp_path / "c", tie_source="embed")["embed.weight"]
     head = loaded(tmp_path / "c", tie_source="head")["embed.weight"]
     assert embed.tobytes() == data[EMBED].tobytes()
@@ -367,7 +367,34 @@ def test_c006_members_of_other_shapes_or_with_nan_differ(tmp_path: Path) -> None
     other[3, 3] = np.nan
     write_directory(tmp_path / "nan", fields, {**data, HEAD: other})
     with pytest.raises(ConversionError, match="the largest difference is inf"):
-        HfCheckpoint(tmp_path / "nan")
+        loaded(tmp_path / "nan")
+
+
+def test_c006_members_are_compared_as_far_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Element [511, 63] differs; in chunks that do not begin where the rectangle does."""
+    monkeypatch.setattr("duomesh.converters.hf.reader._ROWS", 100)
+    _, data = tied_directories(tmp_path)
+    with HfCheckpoint(tmp_path / "c") as checkpoint:
+        for box in ([(150, 511)], [(150, 512), (7, 63)], [(511, 512), (0, 63)]):
+            want = data[EMBED][tuple(slice(*side) for side in box)]
+            assert checkpoint.read("embed.weight", box).tobytes() == want.tobytes()
+        for box in ([(150, 512)], [(511, 512), (63, 64)]):
+            with pytest.raises(ConversionError, match=r"the largest difference is 0\.25"):
+                checkpoint.read("embed.weight", box)
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_rectangles_of_every_parameter_are_those_of_the_whole(tmp_path: Path, pairing: Pairing) -> None:
+    fields = config(model_type="qwen3", attention_bias=True)
+    write_directory(tmp_path, fields, tensors(fields), shards=2)
+    whole = loaded(tmp_path, pairing=pairing)
+    with HfCheckpoint(tmp_path, pairing=pairing) as checkpoint:
+        deferred = list(checkpoint.deferred_params())  # each knows its own name later too
+        assert [name for name, _ in deferred] == list(whole)
+        for name, tensor in deferred:
+            box = tuple((size // 3, size - size // 4) for size in tensor.shape)
+            want = whole[name][tuple(slice(*side) for side in box)]
+            assert tensor.shape == whole[name].shape and tensor.read(box).tobytes() == want.tobytes(), name
 
 
 # ---- values ------------------------------------------------------------------------------------------------------
@@ -400,10 +427,12 @@ def test_c039_slices_are_checked_as_they_are_read(broken: tuple[Path, Tensors]) 
     path, data = broken
     with HfCheckpoint(path) as checkpoint:
         assert np.array_equal(
-            checkpoint.read("layers.1.mlp.up.weight", (8, 20)), data[LAYER1 + "mlp.up_proj.weight"][8:20]
+            checkpoint.read("layers.1.mlp.up.weight", [(8, 20)]), data[LAYER1 + "mlp.up_proj.weight"][8:20]
         )
-        with pytest.raises(ConversionError, match=r"1 NaN and 0 Inf, the first at \[7, 0\]"):
-            checkpoint.read("layers.1.mlp.up.weight", (6, 10))
+        with pytest.raises(ConversionError, match=r"1 NaN and 0 Inf, the first at \[7, 0\]\. Repair"):
+            checkpoint.read("layers.1.mlp.up.weight", [(6, 10)])
+        with pytest.raises(ConversionError, match=r"1 NaN and 0 Inf, the first at \[3, 5\]\. Repair"):
+            checkpoint.read("layers.1.mlp.up.weight", [(2, 10), (4, 6)])
 
 
 def test_c039_allowed_ones_are_taken_as_they_are_with_a_warning(broken: tuple[Path, Tensors]) -> None:
@@ -422,11 +451,11 @@ def test_nonfinite_values_are_found_across_chunks_and_dtypes(monkeypatch: pytest
     array[2, 1, 1] = np.inf
     array[4, 3, 2] = np.nan
     for dtype in (np.float32, np.float16, np.float64, BF16):
-        found = find_nonfinite(array.astype(dtype), first_row=10)
+        found = find_nonfinite(array.astype(dtype), origin=[10, 5])
         assert found is not None
-        assert (found.num_nan, found.num_inf, found.first) == (1, 1, (12, 1, 1))
+        assert (found.num_nan, found.num_inf, found.first) == (1, 1, (12, 6, 1))
     assert find_nonfinite(np.array([1, 2])) is None
-    scalar = find_nonfinite(np.array(np.nan), first_row=3)
+    scalar = find_nonfinite(np.array(np.nan))
     assert scalar is not None and scalar.first == ()
     other = array.copy()
     assert largest_difference(array, other) == 0.0
@@ -447,7 +476,7 @@ def test_c023_an_interleaved_reading_reorders_weights_biases_and_norms(tmp_path:
         params = dict(checkpoint.params())
         rope = checkpoint.spec.blocks[0].attention.rope
         assert rope is not None and rope.pairing == "interleaved"
-        part = checkpoint.read("layers.1.attention.k.weight", (5, 30))
+        part = checkpoint.read("layers.1.attention.k.weight", [(5, 30)])
     for part_name, heads in (("q", 4), ("k", 2)):
         rows = [head * 16 + channel for head in range(heads) for channel in order]
         for leaf in ("weight", "bias"):

@@ -123,7 +123,7 @@ def test_a_model_that_makes_nan_fails_although_both_sides_make_it() -> None:
         for name, array in source.params():
             yield name, np.full_like(array, np.nan) if name == "layers.0.mlp.up.weight" else array
 
-    report = verify(replace(source, params=spoiled), ["torch", "jax"], seq=8)
+    report = verify(replace(source, tensors=spoiled), ["torch", "jax"], seq=8)
     first = report.comparisons[0].first_difference
     assert not report.passed and first is not None and first.name == "layers.0.mlp.up"
     assert json.loads(report.to_json())["pairs"][0]["first_difference"]["error"] == "inf"

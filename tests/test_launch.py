@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import signal
@@ -11,17 +12,22 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rank_targets import LIMITS, STEP, Fault, long_save, steps
+import torch.distributed as dist
+from rank_targets import LIMITS, STEP, Fault, large_save, long_save, steps
+from test_checkpoint import ThreadPeers, on_ranks
 
+from duomesh.backends.torch import collectives, groups
 from duomesh.backends.torch.launch import is_launched, join, launch
-from duomesh.backends.torch.verdict import Status, judge
-from duomesh.backends.torch.watch import Limits
-from duomesh.core.activity import activity_of, current, doing, read_activity
-from duomesh.core.errors import BackendError, DataError
+from duomesh.backends.torch.verdict import Failure, Status, judge, raised, silent
+from duomesh.backends.torch.watch import Limits, Watcher, _is_in_collective
+from duomesh.core.activity import UNTOLD, activity_of, current, doing, each, read_activity, transfer_s
+from duomesh.core.errors import BackendError, DataError, DuomeshError
+from duomesh.core.peers import together
 
 SCRIPT = Path(__file__).resolve().parent / "rank_targets.py"
 
@@ -31,7 +37,7 @@ MESSAGES = {
     "user error": rf'rank {{rank}}, during "{STEP}": the text ends before the first token\. Give more text\.',
     "sys.exit": rf'rank {{rank}}, during "{STEP}": SystemExit: 3',
     "kill": rf'rank {{rank}} was killed by SIGKILL during "{STEP}"\.',
-    "os._exit": r"rank {rank} has given no sign of life for \d\.\d s; it last said ",
+    "os._exit": r"rank {rank} has given no sign of life for \d\.\d s(; it last said |\. It was killed)",
     "lock": rf'rank {{rank}} ended with exit code 1 during "{STEP}"\.',
     "hang": rf'rank {{rank}} hangs during "{STEP}": it has not got on for \d s \(ranks? [\d, ]+: "step ',
     "return": r"rank {rank} has finished, while others wait in a collective: a rank left out a collective",
@@ -77,6 +83,10 @@ def test_a_section_may_say_that_it_takes_long() -> None:
     assert launch(3, long_save, LIMITS.stall_s + 4 * LIMITS.beat_s, device="cpu", limits=LIMITS) == "saved"
 
 
+def test_a_section_may_take_longer_the_more_it_moves() -> None:
+    assert launch(2, large_save, LIMITS.stall_s + 4 * LIMITS.beat_s, device="cpu", limits=LIMITS) == "saved"
+
+
 def test_launch_leaves_signals_and_logging_as_they_were(tmp_path: Path) -> None:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = [signal.getsignal(number) for number in numbers]
@@ -98,6 +108,43 @@ def test_the_same_script_under_torchrun(tmp_path: Path) -> None:
 
 
 # Jobs that fail
+
+
+def test_a_message_names_no_activity_where_none_was_told() -> None:
+    status = Status(beat=1, doing=UNTOLD, number=0, for_s=1.0)
+    assert current().text == UNTOLD
+    assert raised(2, DataError("No text.")).sentence == "rank 2: No text."
+    assert silent(1, status, 4.0).sentence.startswith("rank 1 has given no sign of life for 4.0 s. It was killed")
+    with doing("step 3"):
+        assert raised(2, DataError("No text.")).sentence == 'rank 2, during "step 3": No text.'
+
+
+def test_only_the_first_of_equal_errors_is_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Watcher.stop", "faulthandler.dump_traceback_later"):
+        monkeypatch.setattr(f"duomesh.backends.torch.watch.{name}", lambda *_, **__: None)
+    monkeypatch.setattr("duomesh.backends.torch.watch._LINGER_S", 0.0)
+    board = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    errors = [DataError("No text."), DataError("No text."), DataError("No model.")]
+    for rank in (1, 0, 2):
+        Watcher(board, rank=rank, world_size=3, limits=LIMITS).fail(errors[rank])
+    assert [error.is_told for error in errors] == [True, False, False]
+
+
+def test_what_every_rank_refuses_is_said_once(tmp_path: Path) -> None:
+    """Under torchrun, whose own report has the sentence of each rank, and no traceback of ours."""
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[model]\npreset = "tiny-llama3"\n[data]\npaths = ["{tmp_path}"]\nseq_len = 33\n'
+        f'[train]\nsteps = 1\ndevice = "cpu"\noutput = "{tmp_path / "out"}"\nplan = "tp=2,sequence_parallel"\n'
+    )
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "duomesh.cli.main", "train", str(file)]
+    done = subprocess.run([sys.executable, *start], capture_output=True, text=True, timeout=60, check=False)
+    said = "seq=33, tp=2: tp must divide the sequence length"
+    lines = done.stderr.splitlines()
+    assert done.returncode != 0 and sum(line.startswith("duomesh train: ") for line in lines) == 1, done.stderr
+    assert any(line.startswith(f"duomesh train: {said}") for line in lines)
+    assert sum(line.startswith("  traceback : rank") and said in line for line in lines) == 2
+    assert "/duomesh/" not in done.stderr
 
 
 # as those fail that take some seconds to be found
@@ -217,6 +264,44 @@ def test_the_innermost_section_is_where_an_error_was_raised() -> None:
     assert (current().text, current().number) == ("step 1", number + 6)
 
 
+def test_tensors_are_told_one_by_one() -> None:
+    """Each with time for its size, and all of them with time for the whole; an error is raised at one of them."""
+    tensors = [("master", "embed.weight", np.zeros((10, 50))), ("master", "head.weight", np.zeros(20))]
+    doing("step 1")
+    with doing("step 1, saving"):
+        told = [(current().text, current().more_s) for _ in each("saving", tensors)]
+        assert (current().text, current().more_s) == ("saving", transfer_s(520 * 8))
+    assert told == [
+        ("saving master embed.weight", transfer_s(500 * 8)),
+        ("saving master head.weight", transfer_s(20 * 8)),
+    ]
+    assert (current().text, current().more_s) == ("step 1", 0)
+    with pytest.raises(ValueError) as error, doing("step 1, saving"):
+        for _, name, _ in each("saving", tensors):
+            if name == "head.weight":
+                raise ValueError
+    assert activity_of(error.value) == "saving master head.weight"
+
+
+def test_what_all_ranks_raise_together_is_the_error_of_the_one(tmp_path: Path) -> None:
+    """Whichever of them is heard first."""
+
+    def run(peers: ThreadPeers) -> Failure:
+        def act() -> None:
+            if peers.rank == 1:
+                with doing("step 3, reading shard 7"):
+                    raise DataError("the file is gone. Bring it back.")
+
+        try:
+            together(peers, act)
+        except DuomeshError as error:
+            return replace(raised(peers.rank, error), stack="")
+        raise AssertionError
+
+    want = 'rank 1, during "step 3, reading shard 7": the file is gone. Bring it back.'
+    assert {(made.rank, made.sentence, made.error) for made in on_ranks(3, run)} == {(1, want, "DataError")}
+
+
 def test_a_shared_activity_outlives_its_process(tmp_path: Path) -> None:
     source = f"""
         import os, pathlib, signal
@@ -253,6 +338,19 @@ DONE = status("finished", 11, number=9, waits=True, is_done=True)
 
 
 @pytest.mark.parametrize(
+    ("file", "waits"),
+    [(collectives.__file__, True), (groups.__file__, False), ("/lib/torch/distributed/x.py", True), ("/x.py", False)],
+)
+def test_our_own_collectives_are_waits(file: str, waits: bool) -> None:
+    """Their ops leave no frame of torch.distributed, and our folder is called torch too."""
+    namespace: dict[str, Any] = {}
+    exec(compile("def within(call):\n    return call()", file, "exec"), namespace)
+    inner: dict[str, Any] = {"currentframe": inspect.currentframe}
+    exec(compile("def call():\n    return currentframe()", "/lib/torch/_ops.py", "exec"), inner)
+    assert _is_in_collective(namespace["within"](inner["call"])) == waits
+
+
+@pytest.mark.parametrize(
     ("statuses", "culprit", "sentence"),
     [
         ([status("step 3", 0), status("step 3", 9)], None, ""),
@@ -263,6 +361,9 @@ DONE = status("finished", 11, number=9, waits=True, is_done=True)
         # both compute: the one behind
         ([status("step 3", 20, number=7), status("step 2", 11, number=4)], 1, 'rank 1 hangs during "step 2"'),
         ([status("step 3", 11, number=7), status("step 3", 20, number=7)], 1, "it has not got on for 20 s"),
+        # both compute, and the one that is behind still may
+        ([status("step 3", 11, number=7), status("step 2", 9, number=4)], None, ""),
+        ([status("step 3", 11, number=7), status("step 2", 9, number=4, waits=True)], 0, 'hangs during "step 3"'),
         # all wait: the odd one out, else the one ahead
         ([WAITS, AHEAD, WAITS], 1, 'rank 1 hangs during "step 4": a rank left out'),
         ([AHEAD, WAITS], 0, '(rank 1: "step 3").'),

@@ -16,6 +16,7 @@ import pytest
 from spec_cases import CASES, attention, model
 
 from duomesh.api import new_session
+from duomesh.core.arrays import DTYPES
 from duomesh.core.batch import IGNORE, Batch
 from duomesh.core.bounds import bound
 from duomesh.core.errors import BackendError, DataError
@@ -198,7 +199,7 @@ def test_c093_bf16_gradients_accumulate_in_fp32(backend: str) -> None:
         assert grad.dtype == np.float32, name
     name = "head.weight"
     largest = np.unravel_index(np.abs(ones[name].astype(np.float64)).argmax(), ones[name].shape)
-    assert sums[name][largest] != sums[name].astype(ones[name].dtype).astype(np.float32)[largest]
+    assert sums[name][largest] != sums[name].astype(DTYPES["bfloat16"]).astype(np.float32)[largest]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -412,7 +413,7 @@ def test_deep_jax_models_trace_no_more_ops_than_shallow_ones() -> None:
     def size(layers: int) -> int:
         spec = model(*[attention(), attention(window=4)] * (layers // 2))
         made = JaxSession(build_program(spec), device="cpu")
-        shapes = {n: jax.ShapeDtypeStruct(s, np.float32) for n, s in made.model.shapes.items()}
+        shapes = {n: jax.ShapeDtypeStruct(s.shape, np.float32) for n, s in made.stacks.stacks.items()}
         ids = np.zeros((1, 5), np.int32)
         inputs = {"tokens": ids, "positions": ids, "segment_ids": None}
         return str(jax.make_jaxpr(made.model.__call__)(shapes, inputs)).count("dot_general")
@@ -454,12 +455,12 @@ def test_a_jax_step_compiles_once() -> None:
     made.init_optimizer(CONFIG)
     for i, lr in enumerate([1e-3, 2e-3, 0.0]):
         made.train_step([make_batch(spec, i)], lr)
-    assert made._step_jit._cache_size() == 1  # type: ignore[attr-defined]
+    assert made.functions.step(CONFIG)._cache_size() == 1  # type: ignore[attr-defined]
     state = list(made.optimizer_state())
     made.load_optimizer_state(CONFIG, 3, state)
     for i in (0, 1):
         made.train_step([make_batch(spec, i)], 1e-3)
-    assert made._step_jit._cache_size() == 1  # type: ignore[attr-defined]
+    assert made.functions.step(CONFIG)._cache_size() == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

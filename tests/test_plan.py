@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spec_cases import BLOCK, MLP, attention, model
 
+from duomesh.api import new_session
 from duomesh.core.batch import IGNORE, Batch
 from duomesh.core.bounds import bound
 from duomesh.core.errors import PlanError
@@ -20,9 +21,11 @@ from duomesh.core.ir.build import build_program
 from duomesh.core.plan.plan import ContextKind, Plan, PlanDType, Schedule
 from duomesh.core.plan.problem import Problem
 from duomesh.core.plan.rules import expert_view, mesh_and_rules
-from duomesh.core.plan.shard import shard
-from duomesh.core.plan.validate import check, validate
+from duomesh.core.plan.shard import shard, shard_for_session
+from duomesh.core.plan.validate import check, check_step, validate
+from duomesh.core.session import AdamW
 from duomesh.core.sharding.check import check_model
+from duomesh.core.sharding.collectives import StepShape, step_collectives
 from duomesh.core.sharding.mesh import MeshAxis, atoms
 from duomesh.core.spec.model import ModelSpec, MoeSpec
 from duomesh.core.verify.compare import relative_error
@@ -285,6 +288,81 @@ def test_what_is_not_built_hides_nothing() -> None:
         check(EVEN, Plan(vpp=2))
 
 
+# What a session makes of a plan
+
+NOT_BUILT = {"pp": 2, "vpp": 2, "schedule": "gpipe", "cp": 2, "cp_kind": "ring", "ep": 2, "etp": 1}
+OF_A_STEP = ("micro_batches", "global_batch_size", "micro_batch_size")
+LAYOUTS = {
+    "tp": "tp=2",
+    "dp": "dp=4",
+    "sequence_parallel": "tp=2,sequence_parallel",
+    "zero": "dp=4,zero=1",
+    "zero_shard": "dp=4,zero=1,zero_shard=2",
+}
+
+
+def test_c166_every_field_has_an_effect_or_is_refused() -> None:
+    dtypes = {"precision", "grad_dtype"}
+    assert {*NOT_BUILT, *OF_A_STEP, *LAYOUTS, *dtypes} == {f.name for f in fields(Plan)}
+    seen = set()
+    for text in ("", *LAYOUTS.values()):
+        made = shard_for_session(build_program(EVEN), Plan.parse(text), "float32")
+        shape = StepShape(batch=4, seq=16)
+        seen.add((made.sharded.mesh, tuple(step_collectives(made, shape))))
+    assert len(seen) == len(LAYOUTS) + 1
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("name", NOT_BUILT)
+def test_c166_a_session_refuses_what_is_not_built(name: str, backend: str) -> None:
+    spec = EXPERTS if name in ("ep", "etp") else EVEN
+    with pytest.raises(PlanError, match=f"{name} is not built yet"):
+        new_session(spec, backend=backend, device="cpu", plan=Plan(**{name: NOT_BUILT[name]}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_c166_a_session_refuses_another_precision(backend: str) -> None:
+    with pytest.raises(PlanError, match=r"^precision=bfloat16, dtype=float32: .* use dtype=bfloat16"):
+        new_session(EVEN, backend=backend, device="cpu", plan=Plan(precision="bfloat16"))
+    with pytest.raises(PlanError, match="grad_dtype=float32, precision=float64"):
+        new_session(EVEN, backend=backend, device="cpu", dtype="float64", plan=Plan(grad_dtype="float32"))
+    made = new_session(EVEN, backend=backend, device="cpu", dtype="bfloat16", plan=Plan(precision="bfloat16"))
+    assert made.plan == Plan(precision="bfloat16")
+
+
+def step_batches(*samples: int) -> list[Batch]:
+    ids = np.arange(64, dtype=np.int32).reshape(8, 8) % 48
+    return [Batch(ids[:count], ids[:count]) for count in samples]
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_c166_a_step_has_the_batches_that_its_plan_states(backend: str) -> None:
+    program = build_program(EVEN)
+    for text, samples, sentence in (
+        ("micro_batches=2", (2,), r"micro_batches=2, batches of the step: 1: .*; give 2 or"),
+        ("micro_batches=1", (2, 2), r"micro_batches=1, batches of the step: 2"),
+        ("global_batch_size=8", (2, 2), r"global_batch_size=8, samples of the step's batches: 4: .*; give 8 or"),
+        ("micro_batch_size=4", (4, 2), r"micro_batch_size=4, dp=1, samples of a batch: 4, 2: .*; give 4 or"),
+        ("grad_dtype=bfloat16,precision=bfloat16", (2, 2), "too narrow to add up several micro-batches"),
+    ):
+        plan = Plan.parse(text)
+        session = new_session(EVEN, backend=backend, device="cpu", dtype=plan.resolved_precision, plan=plan)
+        session.load_params(initial_params(program, 0))
+        session.init_optimizer(AdamW())
+        with pytest.raises(PlanError, match=sentence):
+            session.train_step(step_batches(*samples), 0.1)
+        with pytest.raises(PlanError, match=sentence):
+            session.loss_and_grads(step_batches(*samples))
+        assert session.optimizer_step_count() == 0
+
+
+def test_a_step_as_its_plan_states_it() -> None:
+    for text in ("", "micro_batches=2", "dp=2,micro_batches=2,micro_batch_size=2,global_batch_size=8"):
+        check_step(Plan.parse(text), [4, 4])
+    check_step(Plan(dp=2), [4, 4, 2])
+    check_step(Plan(grad_dtype="bfloat16", precision="bfloat16"), [4])
+
+
 @pytest.mark.parametrize(
     ("ep", "sizes", "names"), [(8, (1, 8, 1), ["dp.ep", "tp.ep"]), (4, (2, 4, 1), ["dp.edp", "tp.ep"])]
 )
@@ -309,8 +387,8 @@ def _maybe(kind: Any) -> st.SearchStrategy[Any]:
 
 PLANS = st.builds(
     Plan, tp=_sizes, dp=_sizes, sequence_parallel=st.booleans(), zero=st.integers(0, 3), zero_shard=st.none() | _sizes,
-    micro_batches=_sizes, global_batch_size=st.none() | _sizes, micro_batch_size=st.none() | _sizes,
-    precision=st.sampled_from(get_args(PlanDType)), grad_dtype=_maybe(PlanDType), pp=_sizes, vpp=_sizes,
+    micro_batches=st.none() | _sizes, global_batch_size=st.none() | _sizes, micro_batch_size=st.none() | _sizes,
+    precision=_maybe(PlanDType), grad_dtype=_maybe(PlanDType), pp=_sizes, vpp=_sizes,
     schedule=_maybe(Schedule), cp=_sizes, cp_kind=_maybe(ContextKind), ep=_sizes, etp=st.none() | _sizes,
 )  # fmt: skip
 
@@ -330,12 +408,14 @@ def test_text_of_the_readme() -> None:
     assert plan == Plan(tp=8, dp=4, zero=1, sequence_parallel=True)
     assert plan.world_size == 32
     assert str(plan) == "tp=8,dp=4,sequence_parallel,zero=1"
+    assert str(Plan(micro_batches=1, precision="float32")) == "micro_batches=1,precision=float32"
     assert str(Plan()) == "" and Plan.parse("") == Plan() == Plan.parse("tp=1,sequence_parallel=false")
 
 
 def test_values_that_follow_from_others() -> None:
     plan = Plan(tp=4, dp=6, cp=2, pp=3, precision="float64", zero=1)
     assert (plan.world_size, plan.resolved_zero_shard, plan.resolved_etp) == (144, 6, 4)
+    assert (Plan().resolved_micro_batches, Plan().resolved_precision) == (1, "float32")
     assert plan.resolved_grad_dtype == "float64"
     assert Plan(precision="bfloat16").resolved_grad_dtype == Plan().resolved_grad_dtype == "float32"
     assert replace(plan, precision="float32").resolved_grad_dtype == "float32"
@@ -368,6 +448,13 @@ def test_text_that_is_no_plan(text: str, sentence: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.parse(text)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_words_of_an_error_begin_with_its_source() -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.parse("tp=two,dpp=2", source="train.plan")
+    assert [line.partition(": ")[0] for line in str(caught.value).split("\n")] == ["train.plan"] * 2
+    assert "plan: plan" not in str(caught.value)
 
 
 def test_every_wrong_entry_is_named() -> None:

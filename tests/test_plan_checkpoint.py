@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_session import FakeSession, tiny_spec
-from plan_runs import CONFIG, LR, SEQ, plan_model
+from plan_cases import CONFIG, LR, SEQ, plan_model
 from rank_pool import RankError, RankPool
 from sharding_cases import ALL, Array, sharded
 from spec_cases import attention, model

@@ -134,6 +134,41 @@ def test_numbers_and_backends_are_shown(tmp_path: Path) -> None:
     assert sum(tag == "circle" for tag, _ in page.tags) == 2  # the validation points
 
 
+def names_of(svg: str) -> list[tuple[float, float, str]]:
+    """(x, y, name) of the regions of a chart."""
+    found = re.findall(r'class="region" x="([\d.]+)" y="([\d.]+)">([^<]*)<', svg)
+    return [(float(x), float(y), name) for x, y, name in found]
+
+
+def test_every_place_of_a_run_is_marked(tmp_path: Path) -> None:
+    """A change of the plan alone, too; a run that is taken up where it was is no change."""
+    places = [("torch", "tp=2,dp=2,zero=1"), ("jax", "tp=4,dp=2"), ("jax", "tp=4,dp=2"), ("jax", "dp=8"), ("torch", "")]
+    rows: list[dict[str, Any]] = [run_row(0, "jax")]  # one that was ended before its first step
+    for i, (backend, plan) in enumerate(places):
+        rows.append({**run_row(10 * i, backend), "plan": plan})
+        rows += [step(n, 6 - n / 50, backend) for n in range(10 * i + 1, 10 * i + 11)]
+    html = render(tmp_path, rows)
+    text = re.sub(r"<[^>]+>", " ", html)
+    assert "torch tp=2,dp=2,zero=1 → jax tp=4,dp=2 → jax dp=8 → torch" in text
+    assert Page(html).classes("switch") == 4 * 3
+    loss = html.split("<svg", 2)[1]
+    assert [name for _, _, name in names_of(loss)] == ["torch tp=2,dp=2,zero=1", "jax tp=4,dp=2", "jax dp=8", "torch"]
+    assert "torch 9.8.7, float32, tp=2 dp=2 zero=1" in text
+
+
+def test_names_of_short_stretches_do_not_overlap() -> None:
+    names = ["torch tp=2,dp=2,zero=1", "jax tp=4,dp=2", "torch", "jax tp=2,dp=2,zero=3,sequence_parallel"]
+    regions = list(zip([1.0, 3.0, 5.0, 99.0], names, strict=True))
+    svg = Chart([Series("train", [(float(i), float(i)) for i in range(1, 101)])], 1040, 360, "x", regions).svg()
+    found = names_of(svg)
+    assert [name for _, _, name in found] == names
+    for (x, y, name), (other_x, other_y, _) in itertools.combinations(found, 2):
+        assert y != other_y or x + 7 * len(name) < other_x
+    assert all(x + 7 * len(name) < 1040 for x, _, name in found)
+    grid = [float(y) for y in re.findall(r'class="grid".*?y1="([\d.]+)"', svg)]
+    assert max(y for _, y, _ in found) < min(grid)
+
+
 @pytest.mark.parametrize(
     "rows",
     [

@@ -198,7 +198,7 @@ def folder(path: Path, **files: dict[str, float]) -> Path:
 
 
 def value(directory: TensorDirectory, name: str) -> float:
-    return float(directory.read(name, (1, 2))[0])
+    return float(directory.read(name, [(1, 2)])[0])
 
 
 def test_c009_every_missing_file_is_named_before_anything_is_read(tmp_path: Path) -> None:

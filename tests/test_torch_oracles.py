@@ -212,7 +212,7 @@ def our_side(plan: str, params: dict[str, Array], data: Sequence[Batch], *, step
 
 def both_sides(rank: int, world: int, layout: Layout, plans: Sequence[str], steps: int) -> tuple[Side, list[Side]]:
     params = params_of(build_program(SPEC))
-    data = data_of(Plan.parse(plans[0]).micro_batches)
+    data = data_of(Plan.parse(plans[0]).resolved_micro_batches)
     want = torch_side(layout, params, data, steps=steps)
     return want, [our_side(plan, params, data, steps=steps) for plan in plans]
 

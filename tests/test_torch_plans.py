@@ -10,25 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plan_cases import CONFIG, LR, VOCAB, plan_batches, plan_model, reference_steps
 from plan_matrix import AXES, MATRIX, PlanCase, pairs_of
-from plan_runs import (
-    CONFIG,
-    LR,
-    VOCAB,
-    Outcome,
-    plan_batches,
-    plan_model,
-    reference_steps,
-    run_largest,
-    run_plan,
-    run_trace,
-)
+from plan_runs import Outcome, run_largest, run_plan, run_trace
 from rank_pool import RankError, RankPool
 from sharding_cases import COPIES, CP, DP, SP, assert_same_grads, mesh_of, params_of
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from duomesh.backends.torch.groups import Groups
 from duomesh.backends.torch.lower import LoweredModel
 from duomesh.backends.torch.session import TorchSession
+from duomesh.core.batch import Batch
 from duomesh.core.bounds import bound
 from duomesh.core.ir.build import build_program
 from duomesh.core.plan.plan import Plan
@@ -154,6 +148,54 @@ def test_no_rank_holds_whole_logits(ranks: RankPool, plan: str) -> None:
         # scores of all heads of a rank are the largest activation of this small model
         scores = samples * seq * seq * 8 // 4
         assert elements < max(logits, bucket + 1, scores + 1), op
+
+
+class LiveElements(TorchDispatchMode):
+    """Keeps the largest number of elements that were alive at once of what forward and backward make, weights aside."""
+
+    def __init__(self, session: TorchSession) -> None:
+        super().__init__()
+        self._stage = session.groups.stage
+        self._weights = {parameter.untyped_storage()._cdata for parameter in session.model.parameters()}
+        self._made: dict[int, StorageWeakRef] = {}
+        self._size = torch.empty((), dtype=torch.float64).element_size()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._stage.name == "optimizer":
+            return out
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._weights:
+                storage = leaf.untyped_storage()
+                self._made.setdefault(storage._cdata, StorageWeakRef(storage))
+        del leaf
+        self._made = {key: ref for key, ref in self._made.items() if not ref.expired()}
+        alive = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made.values()]
+        self.most = max(self.most, sum(storage.nbytes() for storage in alive if storage is not None) // self._size)
+        return out
+
+
+def run_live(rank: int, world: int, plan: str, spec: Any) -> tuple[int, int, int]:
+    """Most elements alive in a step, elements of all buckets, and of the largest."""
+    program = build_program(spec)
+    session = TorchSession(program, plan=Plan.parse(plan), compute_dtype="float64", device="cpu")
+    session.load_params(params_of(program).items())
+    session.init_optimizer(CONFIG)
+    ids = np.arange(6, dtype=np.int32).reshape(2, 3)  # few tokens: activations are small beside weights
+    batch = Batch(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:]))
+    with LiveElements(session) as live:
+        session.train_step([batch] * session.plan.resolved_micro_batches, LR)
+    sizes = [bucket.size for bucket in session.storage.buckets]
+    return live.most, sum(sizes), max(sizes)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=2,micro_batches=2", "dp=2,zero=3,micro_batches=2"])
+def test_a_rank_holds_its_ranges_of_gradients_and_few_more(ranks: RankPool, plan: str) -> None:
+    """Ranges are added up behind backward: those of a later micro-batch do not wait for its end."""
+    spec = replace(plan_model(repeats=12), hidden_size=128)
+    for most, every, largest in ranks.run(2, run_live, plan, spec):
+        assert most <= every // 2 + 8 * largest
 
 
 def test_axes_of_size_one_leave_no_trace() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,7 +92,17 @@ def test_json_report(tmp_path: Path) -> None:
         (["verify", "tiny-qwen2", "torch", "tensorflow"], "'tensorflow' is not one of torch, jax, hf"),
         (["verify", "tiny-qwen2", "torch", "torch:colour=red"], "there is no field 'colour'"),
         (["verify", "tiny-qwen2", "torch", "torch:tp=3"], "tp must divide the query heads"),
-        (["verify", "tiny-qwen2", "torch", "jax:tp=2"], "jax cannot run on the ranks of a plan yet"),
+        (["verify", "tiny-qwen2", "torch", "torch:tp=two"], "duomesh verify: side 'torch:tp=two': tp is 'two'"),
+        (["verify", "tiny-qwen2", "torch", "hf:tp=2"], "transformers runs on one device; give a plan to torch or jax"),
+        (["verify", "tiny-qwen2", "torch", "hf:micro_batches=2"], "transformers runs on one device"),
+        (["verify", "tiny-qwen2", "jax", "torch:tp=2,mode=explicit"], "only jax has modes, manual and explicit"),
+        (["verify", "tiny-qwen2", "torch", "jax:tp=2,mode=auto"], "only jax has modes, manual and explicit"),
+        (["verify", "tiny-qwen2", "torch", "torch:tp=2,precision=bfloat16"], "precision=bfloat16, dtype=float32"),
+        (["verify", "tiny-qwen2", "torch", "jax:precision=bfloat16"], "precision=bfloat16, dtype=float32"),
+        (["verify", "tiny-qwen2", "torch", "torch:micro_batches=2"], "micro_batches=2, batches of the step: 1"),
+        (["verify", "tiny-qwen2", "torch", "jax:global_batch_size=64"], "samples of the step's batches: 2"),
+        (["verify", "tiny-qwen2", "torch", "torch:pp=2"], "pp is not built yet"),
+        (["verify", "tiny-qwen2", "torch", "jax:cp=2"], "cp is not built yet"),
         (["verify", "tiny-qwen2", "torch", "hf:device=cuda"], "the hf side runs on the cpu only"),
         (["verify", "tiny-qwen2", "torch", "torch:model=nowhere/at/all"], "is not a directory"),
         (["verify", "tiny-qwen2", "torch", "torch:model=tiny-qwen3"], "other parameters or shapes"),
@@ -251,6 +264,56 @@ def test_a_side_on_the_ranks_of_a_plan(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
+    ("side", "words", "sentence"),
+    [
+        ("torch:tp=2,dp=2", ["--batch", "3"], "3 is no multiple of 2. Give a multiple of 2 samples."),
+        ("torch:tp=2,sequence_parallel", ["--seq", "15"], "tp must divide the sequence length"),
+        ("torch:tp=3", [], "tp must divide the query heads"),
+        ("torch:tp=2", ["--json", "{file}/report.json"], "is no directory. Choose another place."),
+    ],
+)
+def test_a_side_that_cannot_run_starts_no_rank(
+    side: str,
+    words: list[str],
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is computed at all: the reference side is not even made."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("duomesh.sides.verify_sides", None)
+    monkeypatch.setattr("duomesh.backends.torch.launch.launch", None)
+    given = [word.format(file=tmp_path / "file") for word in words]
+    assert main(["verify", "tiny-qwen3", "torch", side, *given]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and "during" not in error and error.startswith("duomesh verify: ")
+
+
+def test_a_side_takes_dtypes_that_are_the_runs() -> None:
+    """The run that sets the bounds is float64, whatever the plan of the reference says."""
+    side = "jax:dp=2,precision=bfloat16,grad_dtype=bfloat16,micro_batches=1,global_batch_size=2"
+    assert verify("tiny-qwen3", [side, "torch"], dtype="bfloat16", seq=8).passed
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("side", ["jax:tp=2,dp=2", "jax:tp=2,sequence_parallel,mode=explicit"])
+def test_a_side_on_the_devices_of_a_plan(side: str, dtype: str) -> None:
+    report = verify("tiny-qwen3", ["torch", side], dtype=dtype, seq=16)
+    assert report.passed and [c.side for c in report.comparisons] == [side]
+
+
+def test_ranks_against_simulated_devices() -> None:
+    """A process in which JAX has not started simulates its devices, and torch starts its ranks."""
+    words = ["verify", "tiny-qwen3", "torch:tp=2", "jax:tp=4", "jax:tp=2,mode=explicit", "--seq", "16", "--grads"]
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    command = [sys.executable, "-m", "duomesh.cli.main", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("agree within their bounds") == 2
+
+
+@pytest.mark.parametrize(
     ("plan", "sentence"),
     [
         ("tp=3", "tp must divide the query heads"),
@@ -258,6 +321,8 @@ def test_a_side_on_the_ranks_of_a_plan(capsys: pytest.CaptureFixture[str]) -> No
         ("tp=2,micro_batches=2", "train.plan sets micro_batches"),
         ("dp=3", "is not a multiple of train.micro_batch_size=2 x 3 data ranks"),
         ("tpp=2", "there is no field 'tpp'"),
+        ("tp=two", "duomesh train: train.plan: tp is 'two'"),
+        ("micro_batches=1", "train.plan sets micro_batches"),
     ],
 )
 def test_a_plan_that_does_not_fit_starts_no_rank(
@@ -275,3 +340,18 @@ def test_a_plan_that_does_not_fit_starts_no_rank(
     error = capsys.readouterr().err
     assert sentence in error and "rank 0" not in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made_starts_no_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("some text " * 200)
+    monkeypatch.setattr("duomesh.backends.torch.launch.launch", None)
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[model]\npreset = "tiny-llama3"\n[data]\npaths = ["{tmp_path / "text.txt"}"]\nseq_len = 32\n'
+        f'[train]\nsteps = 1\ndevice = "cpu"\nmicro_batch_size = 2\noutput = "{tmp_path / "text.txt" / "run"}"\n'
+    )
+    assert main(["train", str(file), "--plan", "tp=2"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("duomesh train: cannot write ") and "text.txt is no directory" in error

@@ -54,7 +54,7 @@ def run(args: Args) -> int:
     tokenizer = _tokenizer(args, source)
     check_rows(tokenizer, source.spec.vocab_size)
     session = new_session(source.spec, backend=args.backend, dtype=args.dtype, device=args.device)
-    session.load_params(source.params())
+    session.load_params(source.tensors())
     if source.kind == "preset":
         print(f"{args.model} is a preset: its weights are random, and so is what it says.", file=sys.stderr)
     prompt = tokenizer.encode(args.prompt).tolist()

@@ -64,6 +64,8 @@ def _guarded(name: str, words: list[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except DuomeshError as error:
+        if error.is_told:
+            return 2
         sentence = str(error)
     except MemoryError:
         sentence = "there is not enough memory for this model or batch."

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 from rich.markup import escape
 
-from duomesh.api import new_session, open_model
-from duomesh.core.errors import ConfigError
-from duomesh.core.plan.validate import check
+from duomesh.api import new_session, open_model, simulate_devices
+from duomesh.core.activity import doing
+from duomesh.core.errors import BackendError, ConfigError, DuomeshError, DuomeshWarning
+from duomesh.core.peers import Peers, together
 from duomesh.core.session import Session
 from duomesh.core.spec.model import ModelSpec
 from duomesh.core.spec.presets import preset
+from duomesh.core.training.begin import begin
 from duomesh.core.training.config import RunConfig, TrainConfig
 from duomesh.core.training.console import Console, duration
 from duomesh.core.training.model import Model, change_spec
 from duomesh.core.training.resolve import Resolved, resolve, values_of
-from duomesh.core.training.run import METRICS, Outcome, run_training
+from duomesh.core.training.resume import find_start
+from duomesh.core.training.run import METRICS, Outcome, report_failure, run_training
 
 __all__ = ["Args", "parse", "run"]
 
@@ -35,15 +41,24 @@ A name without a dot belongs to [train]: --backend jax is train.backend=jax.
 
 A plan of several ranks (train.plan=tp=2,dp=2) starts them on this host. On many hosts, or under a scheduler, let
 torchrun start the same command on each: torchrun --nnodes 4 --nproc-per-node 8 -m duomesh.cli.main train run.toml
+
+JAX drives all devices of a host from one process; a CPU simulates as many as the plan needs. Several processes, one on
+each host, are started by you, each with the same settings and its place among them:
+    duomesh train run.toml --backend jax --plan tp=4,dp=4 --coordinator HOST:PORT --num-processes 2 --process-id 0
+HOST:PORT is of the process 0. --coordinator auto asks the scheduler (Slurm, MPI, Kubernetes, Cloud TPU) for all three.
 """
+
+# Where a process is among others: no settings of a run, since each process has its own.
+_PLACE = ("coordinator", "num_processes", "process_id")
 
 
 @dataclass(frozen=True)
 class Args:
-    """What the command line says. overrides: (dotted name, text) in order."""
+    """What the command line says. overrides: (dotted name, text) in order. place: of this process, by `_PLACE`."""
 
     file: Path | None = None
     overrides: tuple[tuple[str, str], ...] = ()
+    place: Mapping[str, str] = field(default_factory=dict)
     is_check: bool = False
     is_help: bool = False
 
@@ -64,9 +79,13 @@ def parse(words: Sequence[str]) -> Args:
                 if not left:
                     raise ConfigError(f"{word} needs a value, as in {word}=VALUE.")
                 text = left.pop(0)
+            name = name.replace("-", "_")
+            if word.startswith("--") and name in _PLACE:
+                out = replace(out, place={**out.place, name: text})
+                continue
             if word.startswith("--") and "." not in name:
                 name = f"train.{name}"
-            out = replace(out, overrides=(*out.overrides, (name.replace("-", "_"), text)))
+            out = replace(out, overrides=(*out.overrides, (name, text)))
         elif out.file is None:
             out = replace(out, file=Path(word))
         else:
@@ -80,8 +99,8 @@ def _help() -> str:
     """The usage, then every setting with its default and the comment beside its field."""
     lines = [_USAGE]
     defaults = TrainConfig.__dataclass_fields__
-    for section, field in defaults.items():
-        kind: Any = field.default_factory
+    for section, entry in defaults.items():
+        kind: Any = entry.default_factory
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(kind), re.MULTILINE))
         lines.append(f"[{section}]")
         for setting in fields(kind):
@@ -102,7 +121,7 @@ def _find_model(config: TrainConfig) -> Model:
     else:
         spec = preset(str(config.model.preset))
         source = open_model(change_spec(spec, config.model), seed=config.train.seed)
-    return Model(source.spec, source.params)
+    return Model(source.spec, source.tensors)
 
 
 def _make_session(spec: ModelSpec, run: RunConfig) -> Session:
@@ -132,11 +151,11 @@ def _print_settings(resolved: Resolved) -> None:
     RichConsole().print(table)
 
 
-def _summary(outcome: Outcome, total: int) -> str:
+def _summary(outcome: Outcome) -> str:
     progress = outcome.progress
     skipped = f", {progress.num_skipped} of them skipped" if progress.num_skipped else ""
     lines = [
-        f"{progress.step:,} of {total:,} steps{skipped}, {progress.consumed_tokens:,} tokens, "
+        f"{progress.step:,} of {outcome.total_steps:,} steps{skipped}, {progress.consumed_tokens:,} tokens, "
         f"{duration(outcome.seconds)} in this run",
         f"checkpoint  {outcome.checkpoint or 'none'}",
         f"metrics     {outcome.output / METRICS}",
@@ -150,38 +169,127 @@ def run(args: Args) -> int:
     if args.is_help:
         print(_help())
         return 0
-    resolved = resolve(args.file, args.overrides)
-    _check_tokenizer(resolved)
     if args.is_check:
-        _print_settings(resolved)
+        _print_settings(_given(args))
         return 0
-    outcome = _train(resolved, args)
+    outcome = _train_on_processes(args) if args.place else _train(args)
     if outcome is None:
         return 0  # rank 0 has said it
-    print(_summary(outcome, resolved.config.train.steps))
+    print(_summary(outcome))
     return 128 + outcome.signal if outcome.signal else 0
 
 
-def _train(resolved: Resolved, args: Args) -> Outcome | None:
+def _given(args: Args) -> Resolved:
+    resolved = resolve(args.file, args.overrides)
+    _check_tokenizer(resolved)
+    return resolved
+
+
+def _settle(args: Args) -> Resolved:
+    """The settings. A backend that is named nowhere is that of the checkpoint: what is to be started depends on it."""
+    with doing("checking the settings"):
+        resolved = _given(args)
+        if resolved.sources["train.backend"] != "default":
+            return resolved
+        found = find_start(resolved).resolved
+    train = replace(resolved.config.train, backend=found.config.train.backend)
+    sources = {**resolved.sources, "train.backend": found.sources["train.backend"]}
+    return Resolved(replace(resolved.config, train=train), sources)
+
+
+def _withdraw(error: DuomeshError) -> None:
+    """Other ranks, if this process is one of several, need not wait for it."""
+    with suppress(ImportError):
+        from duomesh.backends.torch.launch import withdraw
+
+        withdraw(error)
+
+
+def _train(args: Args) -> Outcome | None:
     """On this process, or on the ranks of the plan; None on a rank other than 0."""
+    try:
+        resolved = _settle(args)
+    except DuomeshError as error:
+        _withdraw(error)
+        raise
     run = resolved.config.train
     world_size = run.full_plan.world_size
+    if run.backend == "jax":
+        simulate_devices(world_size)
+        return run_training(resolved, _find_model, _make_session, Console())
+    from duomesh.backends.torch.launch import is_launched, launch
+
+    function = "duomesh.cli.train:train_on_rank"
+    if is_launched():
+        return cast(Outcome | None, launch(world_size, function, resolved, device=run.device))
     if world_size == 1:
         return run_training(resolved, _find_model, _make_session, Console())
-    if run.backend != "torch":
-        raise ConfigError(f"train.plan={run.plan} has {world_size} ranks; {run.backend} cannot run on them yet.")
-    if resolved.config.model.preset is not None:  # no rank need start for a plan that does not fit
-        check(_find_model(resolved.config).spec, run.full_plan, seq=resolved.config.data.seq_len)
-    from duomesh.backends.torch.launch import launch
+    began = time.time()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DuomeshWarning)  # rank 0 says it again
+        beginning = begin(resolved, _find_model)  # no rank need start for what cannot run
+    try:
+        return cast(Outcome | None, launch(world_size, function, resolved, device=run.device))
+    except DuomeshError as error:
+        report_failure(beginning, error, began)
+        raise
 
-    made = launch(world_size, "duomesh.cli.train:train_on_rank", args, device=run.device)
-    return cast(Outcome | None, made)
 
-
-def train_on_rank(context: Any, args: Args) -> Outcome | None:
-    """One rank's part of a run."""
+def train_on_rank(context: Any, resolved: Resolved) -> Outcome | None:
+    """One rank's part of a run on torch."""
     from duomesh.backends.torch.peers import JobPeers
 
-    resolved = resolve(args.file, args.overrides)
-    outcome = run_training(resolved, _find_model, _make_session, Console(), JobPeers())
-    return outcome if context.rank == 0 else None
+    return _train_among(JobPeers(), resolved)
+
+
+def _train_among(peers: Peers, resolved: Resolved) -> Outcome | None:
+    """This rank's part of a run; rank 0 alone speaks, and has an outcome."""
+    console = Console()
+    with warnings.catch_warnings():
+        if peers.rank == 0:
+            warnings.simplefilter("always", DuomeshWarning)
+            warnings.showwarning = lambda message, *_, **__: console.note(f"warning: {message}")
+        else:
+            warnings.simplefilter("ignore", DuomeshWarning)
+        outcome = run_training(resolved, _find_model, _make_session, console, peers)
+    return None if peers.rank else outcome
+
+
+def _train_on_processes(args: Args) -> Outcome | None:
+    """This process's part of a run on several JAX processes. What is wrong with its settings, all of them learn."""
+    try:
+        from duomesh.backends.jax.processes import Processes, joined
+    except ModuleNotFoundError as error:
+        raise BackendError(f"--coordinator needs the package {error.name!r}: pip install 'duomesh[jax]'.") from error
+    place = Processes(*_place(args.place))
+    found = _settle_or_fail(args)
+    devices = found.config.train.full_plan.world_size if isinstance(found, Resolved) else 1
+
+    def settings(num_processes: int) -> Resolved:
+        if isinstance(found, DuomeshError):
+            raise found
+        if found.config.train.backend != "jax":
+            raise ConfigError("--coordinator joins processes of JAX; set --backend jax, or start torch with torchrun.")
+        if devices % num_processes:
+            raise ConfigError(f"a plan of {devices} devices cannot be shared by {num_processes} processes equally.")
+        return found
+
+    with joined(place, devices) as peers:
+        return _train_among(peers, together(peers, lambda: settings(peers.world_size)))
+
+
+def _settle_or_fail(args: Args) -> Resolved | DuomeshError:
+    try:
+        return _settle(args)
+    except DuomeshError as error:
+        return error
+
+
+def _place(words: Mapping[str, str]) -> tuple[str, int | None, int | None]:
+    """Coordinator, number of processes, index. Raises ConfigError."""
+    wrong = [name for name in _PLACE[1:] if name in words and not words[name].isdecimal()]
+    if "coordinator" not in words or wrong:
+        name = f"--{(wrong or ['coordinator'])[0].replace('_', '-')}"
+        raise ConfigError(f"{name} needs a {'number' if wrong else 'value'}; see duomesh train --help.")
+    count, index = (int(words[name]) if name in words else None for name in _PLACE[1:])
+    return words["coordinator"], count, index

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from duomesh.api import open_model
 from duomesh.core.errors import ConfigError
-from duomesh.core.publish import publish_file
+from duomesh.core.publish import check_place, publish_file
 from duomesh.core.verify.compare import Comparison, Row
 from duomesh.core.verify.run import VerifyReport
 from duomesh.sides import PERTURB, verify
@@ -31,7 +31,8 @@ class Args:
     """A preset's name or a checkpoint directory."""
     sides: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SIDE SIDE [SIDE ...]")]
     """torch, jax or hf; the first is the reference. Options follow a colon: torch:device=cuda, jax:model=DIR, and
-    fields of a plan, whose ranks are started: torch:tp=2,dp=2,zero=1."""
+    fields of a plan: torch:tp=2,dp=2,zero=1 starts ranks, jax:tp=2,mode=explicit takes devices, which a CPU
+    simulates."""
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Compute dtype of every side."""
     seq: int = 64
@@ -52,6 +53,8 @@ def run(args: Args) -> int:
     for name in ("seq", "batch"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
+    if args.json is not None:
+        check_place(args.json)  # before anything is computed
     source = open_model(args.model, seed=args.seed, perturb=PERTURB)
     report = verify(
         source,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import ml_dtypes
@@ -35,8 +36,8 @@ def _chunks(*arrays: Array) -> Iterator[tuple[Array, ...]]:
         yield tuple(array[start : start + _CHUNK] for array in flat)
 
 
-def find_nonfinite(array: Array, *, first_row: int = 0) -> NonFinite | None:
-    """Counts of NaN and Inf and the index of the first, or None. `first_row` is added to the index in dim 0."""
+def find_nonfinite(array: Array, *, origin: Sequence[int] = ()) -> NonFinite | None:
+    """Counts of NaN and Inf and the index of the first, or None. `origin`: where the array begins in its first dims."""
     if not is_float(array.dtype):
         return None
     num_nan = num_inf = 0
@@ -50,10 +51,8 @@ def find_nonfinite(array: Array, *, first_row: int = 0) -> NonFinite | None:
         num_nan, num_inf = num_nan + nans, num_inf + int(bad.sum()) - nans
     if first is None:
         return None
-    index = [int(n) for n in np.unravel_index(first, array.shape)]
-    if index:
-        index[0] += first_row
-    return NonFinite(num_nan, num_inf, tuple(index))
+    index = np.unravel_index(first, array.shape)
+    return NonFinite(num_nan, num_inf, tuple(int(n) + start for n, start in zip_longest(index, origin, fillvalue=0)))
 
 
 def largest_difference(a: Array, b: Array) -> float:

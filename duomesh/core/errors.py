@@ -21,7 +21,12 @@ __all__ = [
 
 
 class DuomeshError(Exception):
-    """Base of every error that the user can act on."""
+    """Base of every error that the user can act on.
+
+    is_told: whether another rank has said it, and this one need not say it again.
+    """
+
+    is_told = False
 
 
 class DuomeshWarning(UserWarning):

@@ -9,11 +9,18 @@ import numpy as np
 from duomesh.core.errors import DataError
 from duomesh.core.session import Session
 
-__all__ = ["greedy"]
+__all__ = ["context_length", "greedy"]
 
-# The context is padded on the right to a multiple of this: a causal model cannot see the padding, and a backend that
-# compiles per shape compiles once every so many tokens.
-_PAD = 64
+_SHORTEST = 64
+
+
+def context_length(length: int) -> int:
+    """What a context is padded to on the right: the power of two that holds it, at least 64.
+
+    A causal model cannot see the padding. A backend that compiles for every shape so compiles a few times only, and no
+    pass takes much more than twice what it must.
+    """
+    return max(_SHORTEST, 1 << (length - 1).bit_length())
 
 
 def greedy(session: Session, prompt: Sequence[int], *, max_new_tokens: int, stop: Iterable[int] = ()) -> Iterator[int]:
@@ -25,8 +32,10 @@ def greedy(session: Session, prompt: Sequence[int], *, max_new_tokens: int, stop
     if not ids:
         raise DataError("the prompt is empty; give at least one token.")
     stops = set(stop)
+    # a session with lengths of its own pads to those
+    pads_itself = bool(getattr(session, "length_buckets", ()))
     for _ in range(max_new_tokens):
-        padded = np.zeros((1, -(-len(ids) // _PAD) * _PAD), np.int32)
+        padded = np.zeros((1, len(ids) if pads_itself else context_length(len(ids))), np.int32)
         padded[0, : len(ids)] = ids
         chosen = int(session.logits(padded)[0, len(ids) - 1].argmax())
         if chosen in stops:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from duomesh.core import errors
+from duomesh.core.activity import activity_of, blame
 from duomesh.core.errors import DuomeshError
 
 __all__ = ["ALONE", "Alone", "Peers", "share", "together"]
@@ -51,14 +52,16 @@ def share(peers: Peers, make: Callable[[], str]) -> list[str]:
     try:
         said = {"value": make()}
     except DuomeshError as error:
-        failure, said = error, {"error": type(error).__name__, "text": str(error)}
+        failure, said = error, {"error": type(error).__name__, "text": str(error), "doing": activity_of(error)}
     heard = [json.loads(text) for text in peers.exchange(json.dumps(said))]
     if failure is not None:
         raise failure
     for rank, answer in enumerate(heard):
         if "error" in answer:
             kind: type[DuomeshError] = getattr(errors, answer["error"], DuomeshError)
-            raise kind(f"rank {rank}: {answer['text']}")
+            repeated = kind(f"rank {rank}: {answer['text']}")
+            blame(repeated, rank, answer["doing"])
+            raise repeated
     return [answer["value"] for answer in heard]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from duomesh.core.errors import OutputError
 
-__all__ = ["explaining", "flush", "is_temporary", "publish_directory", "publish_file"]
+__all__ = ["check_place", "explaining", "flush", "is_temporary", "publish_directory", "publish_file"]
 
 _MARK = ".duomesh-tmp-"
 
@@ -23,6 +23,15 @@ _MARK = ".duomesh-tmp-"
 def is_temporary(path: Path) -> bool:
     """Whether the path is an unpublished leftover of a process that died."""
     return _MARK in path.name
+
+
+def check_place(target: Path) -> None:
+    """Raises OutputError if nothing can be made at a path, as far as that shows without an attempt. Changes nothing."""
+    above = next(path for path in target.absolute().parents if path.exists())
+    if not above.is_dir():
+        raise OutputError(f"cannot write {target}: {above} is no directory. Choose another place.")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise OutputError(f"cannot write {target}: you may not write in {above}. Choose another place.")
 
 
 @contextmanager

@@ -10,15 +10,16 @@ On the ranks of a plan each has a session, and all call the same methods with th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from numbers import Real
+from typing import Literal, Protocol, cast, get_args
 
 from duomesh.core.arrays import Array
 from duomesh.core.batch import Batch
 from duomesh.core.boxes import Box, Sliceable, box_shape, whole_box
 from duomesh.core.dropout import DropoutKey
-from duomesh.core.errors import BackendError
+from duomesh.core.errors import BackendError, ConfigError
 from duomesh.core.ir.program import ModelProgram
 from duomesh.core.plan.plan import Plan
 
@@ -26,15 +27,18 @@ __all__ = [
     "STATE_GROUPS",
     "AdamW",
     "ComputeDType",
+    "JaxMode",
     "Session",
     "StateLoader",
     "StepResult",
     "Trace",
+    "check_compute_dtype",
     "check_learning_rate",
     "whole_boxes",
 ]
 
 ComputeDType = Literal["float32", "bfloat16", "float64"]
+JaxMode = Literal["manual", "explicit"]  # how JAX runs a plan: see `backends.jax.modes`
 
 # What optimizer state consists of, beside the step count. `master` is the fp32 (float64 in a float64 run) weight
 # that compute weights are rounded from.
@@ -49,6 +53,8 @@ class AdamW:
     w = w - lr (m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps) + weight_decay w)
 
     max_grad_norm: gradients are scaled by min(1, max_grad_norm / norm) of the global 2-norm; None for no clipping.
+
+    Constructing one raises ConfigError, with every field that is out of its range.
     """
 
     beta1: float = 0.9
@@ -56,6 +62,26 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.1
     max_grad_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        wrong = []
+        for name, (needed, is_right) in _ADAMW_RANGES.items():
+            value = getattr(self, name)
+            is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+            if not (is_right(value) if is_number else (name, value) == ("max_grad_norm", None)):
+                wrong.append(f"AdamW: {name} is {value!r}; it must be {needed}.")
+        if wrong:
+            raise ConfigError("\n".join(wrong))
+
+
+# what each field must be, in words and as a test of a finite number
+_ADAMW_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "beta1": ("at least 0 and less than 1", lambda x: 0 <= x < 1),
+    "beta2": ("at least 0 and less than 1", lambda x: 0 <= x < 1),
+    "eps": ("finite and more than 0", lambda x: x > 0),
+    "weight_decay": ("finite and at least 0", lambda x: x >= 0),
+    "max_grad_norm": ("finite and more than 0, or None for no clipping", lambda x: x > 0),
+}
 
 
 @dataclass(frozen=True)
@@ -117,13 +143,26 @@ class Session(Protocol):
         """One optimizer step over the micro-batches; the objective's denominator is that of all of them.
 
         dropout: what masks are drawn for. A model with dropout needs one (BackendError), no other reads it.
+
+        Raises PlanError if the plan states other numbers of micro-batches or samples; so does `loss_and_grads`.
         """
 
     def eval_loss(self, batch: Batch) -> tuple[float, float]:
         """(sum of weighted target losses, sum of weights)."""
 
     def logits(self, tokens: Array) -> Array:
-        """[B, S] ids -> [B, S, V] logits, float32 or float64."""
+        """[B, S] ids -> [B, S, V] logits, float32 or float64.
+
+        What the ranks of a plan cannot share in equal parts is filled up for the pass (`fill_batch`).
+        """
+
+    def check_invariants(self, batch: Batch) -> None:
+        """Compares, to the bit, what several ranks hold and the plan says is equal: weights, optimizer state, and every
+        value of a forward pass over `batch`. On one device there is nothing to compare.
+
+        Raises:
+            BackendError: on every rank, naming the first tensor that differs, the mesh axis and the ranks.
+        """
 
     def optimizer_step_count(self) -> int:
         """Updates made since `init_optimizer`, restored ones included."""
@@ -147,6 +186,13 @@ class Session(Protocol):
 def whole_boxes(program: ModelProgram) -> dict[str, tuple[Box]]:
     """`Session.owned_boxes` of one rank that has everything."""
     return {name: (whole_box(param.shape),) for name, param in program.params.items()}
+
+
+def check_compute_dtype(dtype: str) -> ComputeDType:
+    """Raises ConfigError for a dtype that no model is computed in."""
+    if dtype not in get_args(ComputeDType):
+        raise ConfigError(f"dtype {dtype!r} cannot be computed in; use one of {', '.join(get_args(ComputeDType))}.")
+    return cast(ComputeDType, dtype)
 
 
 def check_learning_rate(lr: float) -> None:

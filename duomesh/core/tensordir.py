@@ -8,7 +8,7 @@ each holds what the index says, and (through `TensorFile`) that no file is trunc
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -64,9 +64,9 @@ class TensorDirectory(Closing):
     def info(self, name: str) -> TensorInfo:
         return self._file(name).info(name)
 
-    def read(self, name: str, rows: tuple[int, int] | None = None) -> Array:
-        """A copy of a tensor, or of its rows [start, stop) of dim 0."""
-        return self._file(name).read(name, () if rows is None else (rows,))
+    def read(self, name: str, box: Sequence[tuple[int, int]] = ()) -> Array:
+        """A copy of a tensor, or of a rectangle of it: [start, stop) along its first dims."""
+        return self._file(name).read(name, box)
 
     def _open_indexed(self, stack: ExitStack) -> None:
         files = sorted(set(self.file_of.values()))

@@ -125,6 +125,8 @@ class TensorFile(Closing):
 
     def read(self, name: str, box: Sequence[tuple[int, int]] = ()) -> Array:
         """A copy of a tensor, or of a rectangle of it: [start, stop) along its first dims."""
+        if self._file.closed:
+            raise TensorFileError(f"{self.path} was closed before {name} was read. Read it while the file is open.")
         entry = self._entry(name)
         shape, dtype = entry.info.shape, DTYPES[entry.info.dtype]
         found = within(box, shape)

@@ -34,28 +34,36 @@ def init_state(master: Params) -> State:
 
 
 def update(
-    state: State, grads: Params, loss: jax.Array, lr: jax.Array, *, config: AdamW, is_decayed: Mapping[str, bool]
-) -> tuple[State, jax.Array, jax.Array, jax.Array]:
-    """One update from gradients of any float dtype.
+    state: State,
+    grads: Params,
+    loss: jax.Array,
+    norm: jax.Array,
+    lr: jax.Array,
+    *,
+    config: AdamW,
+    is_decayed: Mapping[str, bool],
+) -> tuple[State, jax.Array]:
+    """One update of whatever part of the arrays a device has, from wide gradients in the same layout.
 
-    Returns (new state, loss, global gradient norm before clipping, whether the step was skipped because one of the
-    two is not finite; the state is then the old one).
+    Args:
+        norm: the global norm of all gradients.
+
+    Returns:
+        The new state, and whether the step was skipped because loss or norm is not finite; the state is then the old
+        one.
     """
-    wide = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, state.master)
-    norm = optax.tree.norm(wide)
     if config.max_grad_norm is not None:
         factor = jnp.where(norm > config.max_grad_norm, config.max_grad_norm / norm, 1.0)
-        wide = jax.tree.map(lambda g: g * factor.astype(g.dtype), wide)
+        grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
     transform = optax.chain(
         optax.scale_by_adam(config.beta1, config.beta2, config.eps),
         optax.add_decayed_weights(config.weight_decay, mask=dict(is_decayed)),
     )
     moments = optax.ScaleByAdamState(count=state.count, mu=state.exp_avg, nu=state.exp_avg_sq)
     _, decay = transform.init(state.master)  # the decay's own state is empty
-    updates, (adam, _) = transform.update(wide, (moments, decay), state.master)
+    updates, (adam, _) = transform.update(grads, (moments, decay), state.master)
     assert isinstance(adam, optax.ScaleByAdamState)
     master = jax.tree.map(lambda w, u: w - lr.astype(w.dtype) * u, state.master, updates)
     new = State(adam.count, master, adam.mu, adam.nu)
     is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    kept = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), new, state)
-    return kept, loss, norm, ~is_finite
+    return jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), new, state), ~is_finite

@@ -1,87 +1,144 @@
-"""The JAX side of `core.session.Session`, one device.
+"""The JAX side of `core.session.Session`, on one device or on the devices of a plan.
 
-State is a dict of arrays; a step is one jitted function that donates it. Calls that need float64 run with 64-bit
-types enabled for their duration only.
+State is a dict of arrays; a step is one jitted function that donates it. Calls run under the session's own mesh,
+whatever mesh the caller has set, and those that need float64 with 64-bit types enabled, for their duration only. Where
+devices belong to several processes, each calls the same methods in the same order with the same arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from inspect import GEN_CLOSED, getgeneratorstate
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from weakref import WeakSet
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from duomesh.backends.jax.agree import check_copies
+from duomesh.backends.jax.buckets import Buckets, Compilations
+from duomesh.backends.jax.compiled import compiled_collectives
+from duomesh.backends.jax.devices import devices_of
+from duomesh.backends.jax.explicit import Explicit
 from duomesh.backends.jax.lower import LoweredModel, Params
-from duomesh.backends.jax.optim import State, init_state, update
+from duomesh.backends.jax.manual import Manual
+from duomesh.backends.jax.modes import Mode, jax_mesh
+from duomesh.backends.jax.optim import State, init_state
+from duomesh.backends.jax.step import Functions, input_spec
+from duomesh.backends.jax.store import Filling, Store
 from duomesh.core.arrays import DTYPES, Array
 from duomesh.core.batch import Batch, denominator, num_targets
-from duomesh.core.boxes import Box, Sliceable, whole
+from duomesh.core.boxes import Box, Sliceable
 from duomesh.core.dropout import DropoutKey, check_dropout, dropout_inputs
-from duomesh.core.errors import BackendError
+from duomesh.core.errors import BackendError, ConfigError
+from duomesh.core.generate import context_length
 from duomesh.core.ir.program import ModelProgram
 from duomesh.core.plan.plan import Plan
+from duomesh.core.plan.shard import shard_for_session
+from duomesh.core.plan.validate import check_step
 from duomesh.core.session import (
     STATE_GROUPS,
     AdamW,
     ComputeDType,
+    JaxMode,
     StateLoader,
     StepResult,
     Trace,
     check_learning_rate,
-    whole_boxes,
 )
+from duomesh.core.sharding.collectives import StepShape
+from duomesh.core.sharding.compare import Issued
+from duomesh.core.sharding.local import check_batch, fill_batch
+from duomesh.core.sharding.stacks import Stacks
 
 if TYPE_CHECKING:
     from duomesh.backends.jax.module import FlaxModel
 
 __all__ = ["JaxSession"]
 
-
-def _device(name: str | None) -> jax.Device:
-    """The device of that name, as "cpu" or "cuda:1"; None takes JAX's default. Raises BackendError."""
-    kind, _, index = (name or "").partition(":")
-    try:
-        devices = jax.devices({"": None, "cuda": "gpu"}.get(kind, kind))
-    except RuntimeError as error:
-        raise BackendError(f"JAX has no device {name!r}: {error}. Use device='cpu'.") from None
-    if not (index.isdecimal() or not index) or int(index or 0) >= len(devices):
-        raise BackendError(f"device {name!r} was asked for, but JAX finds {len(devices)} of its kind.")
-    return devices[int(index or 0)]
+_NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
+_Item = TypeVar("_Item")
 
 
 class JaxSession:
-    """A lowered model on one device.
+    """A lowered model on one device or on a mesh of them.
 
     Args:
         program: what to run.
+        plan: the layout; None for one device.
         compute_dtype: of parameters and activations; bfloat16 keeps an fp32 master as state.
-        device: such as "cpu" or "cuda"; None takes JAX's default.
+        device: such as "cpu" or "cuda"; None takes JAX's default. With a plan, the kind of its devices.
         compile: accepted for symmetry with the torch session; JAX always compiles.
+        mode: how a plan is run, see `modes`.
+        remat: whether backward computes each layer again from its input, instead of keeping what the layer made.
+        length_buckets: lengths to which batches of training and evaluation, and what `logits` is given, are padded at
+            the end, so that there are no more shapes to compile for. None leaves them as they are, and one warning says
+            so when a pass has met three shapes. A trace is never padded.
+
+    Raises:
+        ConfigError: there is no such mode. PlanError: the plan does not fit the model. BackendError: there are not as
+            many devices as it needs; buckets that are not lengths; later, a batch that is longer than the largest one.
     """
 
     def __init__(
         self,
         program: ModelProgram,
         *,
+        plan: Plan | None = None,
         compute_dtype: ComputeDType = "float32",
         device: str | None = None,
         compile: bool = True,
+        mode: JaxMode = "manual",
+        remat: bool = False,
+        length_buckets: tuple[int, ...] = (),
     ) -> None:
+        if mode not in get_args(JaxMode):
+            raise ConfigError(f"mode {mode!r} is none of JAX's; use {' or '.join(get_args(JaxMode))}.")
         self.program = program
-        self.plan = Plan()
+        self.plan = plan or Plan()
         self.compute_dtype = compute_dtype
-        self.device = _device(device)
         self._compute = DTYPES[compute_dtype]
         self._wide = DTYPES["float64" if compute_dtype == "float64" else "float32"]
-        is_gpu = self.device.platform == "gpu"
-        self.model = LoweredModel(program, wide_dtype=self._wide, allow_cudnn=is_gpu)
+        storage = shard_for_session(program, self.plan, compute_dtype)
+        self.stacks = Stacks(storage.sharded, storage.zero)
+        self.devices = devices_of(device, storage.sharded.mesh.world_size)
+        self.mesh = jax_mesh(self.stacks, self.devices, mode) if len(self.devices) > 1 else None
+        self._mode = self._made_mode(mode)
+        is_gpu = self.devices[0].platform == "gpu"
+        types = {"dtype": self._compute, "wide_dtype": self._wide}
+        self.model = LoweredModel(self.stacks, self._mode, allow_cudnn=is_gpu, remat=remat, **types)
+        grad = self._wide if self.plan.grad_dtype is None else DTYPES[self.plan.grad_dtype]
+        self.functions = Functions(self.model, self._mode, compute=self._compute, wide=self._wide, grad=grad)
+        shardings = {name: self._sharding(spec) for name, spec in self.functions.stored.items()}
+        self._store = Store(self.stacks, shardings)
+        self._buckets, self._compilations = Buckets(length_buckets), Compilations()
+        self._readers: WeakSet[Generator[Any]] = WeakSet()
         self._params: Params | None = None
         self._state: State | None = None
         self._config: AdamW | None = None
+
+    @property
+    def length_buckets(self) -> tuple[int, ...]:
+        """Sorted; empty if batches are not padded."""
+        return self._buckets.lengths
+
+    def _made_mode(self, name: JaxMode) -> Mode:
+        if name == "explicit" and self.mesh is not None:
+            return Explicit(self.stacks, self.mesh)
+        return Manual(self.stacks, self.mesh)
+
+    def _sharding(self, spec: PartitionSpec) -> jax.sharding.Sharding:
+        """As what a compiled function gives back is placed: anything that is written in another way compiles again."""
+        if self.mesh is None:
+            return SingleDeviceSharding(self.devices[0])
+        entries = list(spec)
+        while entries and entries[-1] is None and AxisType.Auto in self.mesh.axis_types:
+            entries.pop()
+        return NamedSharding(self.mesh, PartitionSpec(*entries))
 
     @contextmanager
     def _context(self) -> Iterator[None]:
@@ -90,84 +147,70 @@ class JaxSession:
             stack.enter_context(jax.enable_x64(self.compute_dtype == "float64"))
             if self.compute_dtype != "bfloat16":
                 stack.enter_context(jax.default_matmul_precision("highest"))
+            stack.enter_context(jax.set_mesh(_NO_MESH if self.mesh is None else self.mesh))
             yield
 
-    def _put(self, arrays: dict[str, Array]) -> Params:
-        return {name: jax.device_put(array, self.device) for name, array in arrays.items()}
+    def _call(self, name: str, function: Callable[..., _Item], *args: Any, shape: tuple[int, ...] | None) -> _Item:
+        """A pass over a batch; shapes of a session without buckets are counted."""
+        return self._compilations.call(name, function, *args, shape=None if self.length_buckets else shape)
 
-    # Functions that are compiled once a session, whatever is called in which order
-
-    @cached_property
-    def _cast_jit(self) -> Callable[..., Params]:
-        return jax.jit(self._cast)
-
-    @cached_property
-    def _forward_jit(self) -> Callable[..., jax.Array]:
-        return jax.jit(self.model.__call__)
-
-    @cached_property
-    def _grad_jit(self) -> Callable[..., tuple[jax.Array, Params]]:
-        return jax.jit(jax.value_and_grad(self._term))
-
-    @cached_property
-    def _trace_jit(self) -> Callable[..., Any]:
-        return jax.jit(self._recorded)
-
-    @cached_property
-    def _trace_grad_jit(self) -> Callable[..., Any]:
-        return jax.jit(jax.value_and_grad(self._recorded, has_aux=True))
-
-    @cached_property
-    def _step_jit(self) -> Callable[..., Any]:
-        return jax.jit(self._step, static_argnames="config", donate_argnums=0)
+    def _read(self, items: Generator[_Item]) -> Iterator[_Item]:
+        """Reads arrays that it holds while it is asked for items; the next step leaves those in place."""
+        self._readers.add(items)
+        return items
 
     # Parameters
 
     def load_params(self, params: Iterable[tuple[str, Sliceable]]) -> None:
-        stored = self._checked(params, self._compute)
         with self._context():
-            self._params, self._state, self._config = self._put(stored), None, None
+            self._params, self._state, self._config = self._loaded(params, self._compute), None, None
 
-    def _checked(self, params: Iterable[tuple[str, Sliceable]], dtype: np.dtype[Any]) -> dict[str, Array]:
-        """Every canonical parameter, as stored host arrays of one dtype."""
+    def _loaded(self, params: Iterable[tuple[str, Sliceable]], dtype: np.dtype[Any]) -> Params:
+        """Every canonical parameter, as stored arrays of one dtype."""
         loader = StateLoader(self.program, groups=("params",))
 
-        def checked() -> Iterator[tuple[str, Array]]:
+        def checked() -> Iterator[tuple[str, Sliceable]]:
             for name, tensor in params:
                 loader.check("params", name, tensor.shape)
-                yield name, whole(tensor)
+                yield name, tensor
+            loader.finish()
 
-        stored = self.model.stack(checked(), dtype)
-        loader.finish()
-        return stored
+        return self._store.put(checked(), dtype)
 
     def _compute_params(self) -> Params:
         """Parameters in the compute dtype: as loaded, or rounded from the optimizer's masters and kept until a step."""
         if self._params is None and self._state is not None:
-            self._params = self._cast_jit(self._state.master)
+            self._params = self.functions.cast(self._state.master)
         if self._params is None:
-            raise BackendError("this session has no parameters yet; call load_params first.")
+            raise BackendError(
+                "this session has no parameters yet, or a step was stopped while it overwrote them; "
+                "call load_params first."
+            )
         return self._params
-
-    def _cast(self, master: Params) -> Params:
-        return {name: array.astype(self._compute) for name, array in master.items()}
 
     def params(self) -> Iterator[tuple[str, Array]]:
         with self._context():
             stored = self._compute_params()
-        yield from self.model.unstack(stored)
+        return self._read(pair for pair in self._store.take(stored))
 
     def as_flax(self) -> FlaxModel:
-        """The model with its current weights as an nnx module; training one does not change the other."""
+        """The model with its current weights as an nnx module; training one does not change the other.
+
+        Raises BackendError for a session on several devices.
+        """
         from duomesh.backends.jax.module import FlaxModel
 
+        if self.mesh is not None:
+            raise BackendError(f"as_flax gives a model on one device; this session has the plan {self.plan}.")
         with self._context():
-            return FlaxModel(self.model, {name: jnp.copy(array) for name, array in self._compute_params().items()})
+            copies = {name: jnp.copy(array) for name, array in self._compute_params().items()}
+            return FlaxModel(self.model, self._store, copies)
 
     # Forward and backward
 
-    def _inputs(self, batch: Batch, dropout: DropoutKey | None = None) -> dict[str, Array | None]:
+    def _host_inputs(self, batch: Batch, dropout: DropoutKey | None = None) -> dict[str, Array | None]:
         batch.check_vocabulary(self.program.spec.vocab_size)
+        check_batch(self.stacks.sharded, batch.tokens.shape)
         return {
             "tokens": batch.tokens.astype(np.int32),
             "positions": batch.resolved_positions,
@@ -177,28 +220,40 @@ class JaxSession:
             **dropout_inputs(self.program, batch, dropout),
         }
 
-    def _term(self, params: Params, inputs: Any, divisor: Any) -> jax.Array:
-        return self.model(params, inputs) / divisor
+    def _put(self, inputs: Mapping[str, Array | None], *, is_stacked: bool = False) -> dict[str, jax.Array]:
+        """Inputs that are there, on the devices that take them."""
+        out = {}
+        for name, array in inputs.items():
+            if array is not None:
+                sharding = self._sharding(input_spec(self.stacks, name, is_stacked=is_stacked))
+                out[name] = jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+        return out
+
+    def _inputs(self, batch: Batch, dropout: DropoutKey | None = None) -> dict[str, jax.Array]:
+        return self._put(self._host_inputs(batch, dropout))
+
+    def _prepared(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The batches of a step, of which all have segments or none: one without them is one segment."""
+        padded = list(self._buckets.pad(batches))
+        if all(batch.segment_ids is None for batch in padded):
+            return padded
+        return [b if b.segment_ids is not None else replace(b, segment_ids=np.zeros_like(b.tokens)) for b in padded]
 
     def loss_and_grads(
         self, batches: Sequence[Batch], *, dropout: DropoutKey | None = None
     ) -> tuple[float, dict[str, Array]]:
+        check_step(self.plan, [len(batch.tokens) for batch in batches])
         divisor = self._wide.type(denominator(batches))
         loss, total = 0.0, None
         with self._context():
             params = self._compute_params()
-            for batch in batches:
-                term, grads = self._grad_jit(params, self._inputs(batch, dropout), divisor)
+            for batch in self._prepared(batches):
+                args = params, self._inputs(batch, dropout), divisor
+                term, grads = self._call("loss_and_grads", self.functions.grads, *args, shape=batch.tokens.shape)
                 loss += float(term)
-                if len(batches) > 1:
-                    grads = jax.tree.map(lambda g: g.astype(self._wide), grads)
                 total = grads if total is None else jax.tree.map(jnp.add, total, grads)
         assert total is not None
-        return loss, dict(self.model.unstack(total))
-
-    def _recorded(self, params: Params, inputs: Any, divisor: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        records: dict[str, jax.Array] = {}
-        return self.model(params, inputs, records) / divisor, records
+        return loss, dict(self._store.take(total))
 
     def trace(self, batch: Batch, *, grads: bool) -> Trace:
         divisor = self._wide.type(denominator([batch]))
@@ -206,25 +261,53 @@ class JaxSession:
         with self._context():
             params, inputs = self._compute_params(), self._inputs(batch)
             if grads:
-                (loss, records), made = self._trace_grad_jit(params, inputs, divisor)
-                found = dict(self.model.unstack(made))
+                loss, records, made = self.functions.trace_grads(params, inputs, divisor)
+                found = dict(self._store.take(made))
             else:
-                loss, records = self._trace_jit(params, inputs, divisor)
-        # jit returns dicts sorted by key; give them back in order of execution
-        names = [prefix + name for prefix, program in self.program.steps for op in program.ops for name in op.outputs]
-        return Trace({name: np.asarray(records[name]) for name in names}, float(loss), found)
+                loss, records = self.functions.trace(params, inputs, divisor)
+        return Trace(dict(self._whole_values(records)), float(loss), found)
+
+    def _whole_values(self, records: Mapping[str, jax.Array]) -> Iterator[tuple[str, Array]]:
+        """In order of execution: jit returns dicts sorted by key. Padding is left out."""
+        for prefix, program in self.program.steps:
+            for op in program.ops:
+                for name in op.outputs:
+                    yield prefix + name, self._store.whole(records[prefix + name], program.values[name].axes)
 
     def eval_loss(self, batch: Batch) -> tuple[float, float]:
+        [padded] = self._buckets.pad([batch])
         with self._context():
-            total = self._forward_jit(self._compute_params(), self._inputs(batch))
+            args = self._compute_params(), self._inputs(padded)
+            total = self._call("eval_loss", self.functions.loss_sum, *args, shape=padded.tokens.shape)
             return float(total), num_targets([batch])
 
     def logits(self, tokens: Array) -> Array:
-        inputs = self._inputs(Batch(tokens=tokens, labels=tokens))
+        [padded] = self._buckets.pad([Batch(tokens=tokens, labels=tokens)])
+        filled = fill_batch(self.stacks.sharded, padded.tokens)
+        inputs = self._host_inputs(Batch(tokens=filled, labels=filled))
         del inputs["labels"], inputs["loss_mask"]
+        samples, length = tokens.shape
         with self._context():
-            out = self._forward_jit(self._compute_params(), inputs)
-            return np.asarray(out.astype(self._wide))
+            args = self._compute_params(), self._put(inputs)
+            # contexts of generation have few lengths already
+            shape = None if length == context_length(length) else tokens.shape
+            out = self._call("logits", self.functions.logits, *args, shape=shape)
+        head = self.program.head
+        return self._store.whole(out, head.values[dict(head.outputs)["logits"]].axes)[:samples, :length]
+
+    def check_invariants(self, batch: Batch) -> None:
+        """As of `Session`. Every process calls it."""
+        if self.mesh is None:
+            return
+        mesh = self.stacks.sharded.mesh
+        [batch] = self._buckets.pad([batch])
+        with self._context():
+            stored = self._compute_params()
+            groups = {} if self._state is None else {group: getattr(self._state, group) for group in STATE_GROUPS}
+            for what, arrays in {"weight": stored, **groups}.items():
+                check_copies(mesh, self.devices, what, arrays)
+            _, values = self.functions.trace(stored, self._inputs(batch), self._wide.type(denominator([batch])))
+            check_copies(mesh, self.devices, "value", values)
 
     # Training
 
@@ -233,89 +316,121 @@ class JaxSession:
             if params is None:
                 masters = {name: array.astype(self._wide) for name, array in self._compute_params().items()}
             else:
-                masters = self._put(self._checked(params, self._wide))
-            # placed like a step's results: an array that is not committed to a device would compile a second step
-            self._state = jax.device_put(init_state(masters), self.device)
+                masters = self._loaded(params, self._wide)
+            self._state = init_state(masters)._replace(count=self._count(0))
         self._params, self._config = None, config
+
+    def _count(self, count: int) -> jax.Array:
+        """Placed like a step's results: an array that is not committed to devices would compile a second step."""
+        return jax.make_array_from_callback(
+            (), self._sharding(PartitionSpec()), np.asarray(count, np.int32).__getitem__
+        )
 
     def _trained(self) -> tuple[State, AdamW]:
         if self._state is None or self._config is None:
-            raise BackendError("this session has no optimizer; call init_optimizer or load_optimizer_state first.")
+            raise BackendError(
+                "this session has no optimizer, or a step was stopped while it overwrote its state; "
+                "call init_optimizer or load_optimizer_state first."
+            )
         return self._state, self._config
 
-    def _step(
-        self, state: State, inputs: Any, divisor: Any, lr: Any, *, config: AdamW
-    ) -> tuple[State, jax.Array, jax.Array, jax.Array]:
-        """One update over micro-batches stacked along a first dim. Returns (state, loss, gradient norm, is skipped)."""
-        params = self._cast(state.master)
-        grad = jax.value_and_grad(self._term)
-        count = inputs["tokens"].shape[0]
-        if count == 1:
-            loss, grads = grad(params, jax.tree.map(lambda x: x[0], inputs), divisor)
-        else:
-            zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, self._wide), params)
-
-            def body(carry: Any, micro: Any) -> tuple[Any, None]:
-                loss, sums = carry
-                term, made = grad(params, micro, divisor)
-                return (loss + term, jax.tree.map(lambda s, g: s + g.astype(self._wide), sums, made)), None
-
-            (loss, grads), _ = jax.lax.scan(body, (jnp.zeros((), self._wide), zeros), inputs)
-        return update(state, grads, loss, lr, config=config, is_decayed=self.model.is_decayed)
-
-    def _stack_inputs(self, batches: Sequence[Batch], dropout: DropoutKey | None) -> dict[str, Array | None]:
-        inputs = [self._inputs(batch, dropout) for batch in batches]
+    def _stack_inputs(self, batches: Sequence[Batch], dropout: DropoutKey | None) -> dict[str, jax.Array]:
+        batches = self._prepared(batches)
+        inputs = [self._host_inputs(batch, dropout) for batch in batches]
         shapes = {batch.tokens.shape for batch in batches}
         if len(shapes) > 1:
             raise BackendError(f"micro-batches of one step must have one shape, got {sorted(shapes)}.")
-        if any(batch.segment_ids is not None for batch in batches):
-            for one in inputs:  # a micro-batch without segments is one segment
-                if one["segment_ids"] is None:
-                    one["segment_ids"] = np.zeros_like(one["tokens"])
-        return jax.tree.map(lambda *parts: np.stack(parts), *inputs)
+        return self._put(jax.tree.map(lambda *parts: np.stack(parts), *inputs), is_stacked=True)
 
     def train_step(self, batches: Sequence[Batch], lr: float, *, dropout: DropoutKey | None = None) -> StepResult:
         state, config = self._trained()
         check_learning_rate(lr)
         check_dropout(self.program, dropout)
+        check_step(self.plan, [len(batch.tokens) for batch in batches])
         targets = num_targets(batches)
         if targets == 0:
             return StepResult(0.0, 0.0, 0.0, is_skipped=True)
         with self._context():
             inputs = self._stack_inputs(batches, dropout)
             self._params = None
-            result = self._step_jit(state, inputs, self._wide.type(targets), self._wide.type(lr), config=config)
-            self._state = result[0]
-            loss, norm, is_skipped = jax.device_get(result[1:])
+            args = self._donated(state), inputs, self._wide.type(targets), self._wide.type(lr)
+            shape = inputs["tokens"].shape
+            try:
+                self._state, *result = self._call("train_step", self.functions.step(config), *args, shape=shape)
+            except BaseException:
+                if any(array.is_deleted() for array in jax.tree.leaves(state)):
+                    self._state = None
+                raise
+            loss, norm, is_skipped = jax.device_get(result)
         return StepResult(float(loss), float(norm), targets, bool(is_skipped))
+
+    def _donated(self, state: State) -> State:
+        """What a step may overwrite: a copy if somebody has begun to read the state, as a save does."""
+        if all(getgeneratorstate(reader) == GEN_CLOSED for reader in self._readers):
+            return state
+        self._readers.clear()  # they keep the state that they read
+        return jax.tree.map(jnp.copy, state)
+
+    def traced_step(self, shape: StepShape, config: AdamW | None = None) -> jax.stages.Traced:
+        """A training step as JAX has traced it, without weights or data: what can be compiled and read.
+
+        Its collectives are those of every step with batches of this shape.
+        """
+        check_batch(self.stacks.sharded, (shape.batch, shape.seq))
+        sizes = {"samples": (shape.batch,), "places": (shape.seq,), "dropout_keys": (len(self.program.steps), 2)}
+        names = ["tokens", "positions", "labels", "loss_mask"]
+        names += ["segment_ids"] * shape.has_segments + [*sizes] * self.program.has_dropout
+        with self._context():
+            inputs = {}
+            for name in names:
+                dtype = self._wide if name == "loss_mask" else np.dtype(np.int32)
+                spec = input_spec(self.stacks, name, is_stacked=True)
+                dims = (shape.micro_batches, *sizes.get(name, (shape.batch, shape.seq)))
+                inputs[name] = jax.ShapeDtypeStruct(dims, dtype, sharding=self._sharding(spec))
+            stored = {
+                name: jax.ShapeDtypeStruct(
+                    stack.shape, self._wide, sharding=self._sharding(self.functions.stored[name])
+                )
+                for name, stack in self.stacks.stacks.items()
+            }
+            count = jax.ShapeDtypeStruct((), np.int32, sharding=self._sharding(PartitionSpec()))
+            number = jax.ShapeDtypeStruct((), self._wide)
+            made: jax.stages.Traced = self.functions.step(config or AdamW()).trace(
+                State(count, stored, stored, stored), inputs, number, number
+            )
+            return made
+
+    def compiled_collectives(self, shape: StepShape) -> list[Issued]:
+        """What XLA has made of a training step's collectives, loops multiplied out."""
+        with self._context():
+            text = self.traced_step(shape).lower().compile().as_text()
+        return compiled_collectives(str(text), self.stacks.sharded.mesh)
 
     def optimizer_step_count(self) -> int:
         return int(self._trained()[0].count)
 
     def optimizer_state(self) -> Iterator[tuple[str, str, Array]]:
-        state, _ = self._trained()
-        for group in STATE_GROUPS:
-            for name, array in self.model.unstack(getattr(state, group)):
-                yield group, name, array
+        return self._state_items(self._store.take)
 
     def owned_boxes(self) -> Mapping[str, Sequence[Box]]:
-        return whole_boxes(self.program)
+        return self._store.boxes()
 
     def owned_state(self) -> Iterator[tuple[str, str, Array]]:
-        return self.optimizer_state()
+        return self._state_items(self._store.pieces)
+
+    def _state_items(self, arrays: Callable[[Params], Iterator[tuple[str, Array]]]) -> Iterator[tuple[str, str, Array]]:
+        """(group, name, array) of the state as it is now, read one by one."""
+        state, _ = self._trained()
+        return self._read((group, *item) for group in STATE_GROUPS for item in arrays(getattr(state, group)))
 
     def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Sliceable]]) -> None:
         loader = StateLoader(self.program)
-        groups: dict[str, list[tuple[str, Sliceable]]] = {group: [] for group in STATE_GROUPS}
+        filled = {group: Filling(self._store, self._wide) for group in STATE_GROUPS}
         for group, name, tensor in state:
             loader.check(group, name, tensor.shape)
-            groups[group].append((name, tensor))
+            filled[group].add(name, tensor)
         loader.finish()
         with self._context():
-            stored = {
-                group: self._put(self.model.stack(((n, whole(t)) for n, t in groups.pop(group)), self._wide))
-                for group in STATE_GROUPS
-            }
-            count = jax.device_put(np.int32(step_count), self.device)
-            self._state = State(count=count, **stored)
+            stored = {group: filled.pop(group).arrays() for group in STATE_GROUPS}
+            self._state = State(count=self._count(step_count), **stored)
         self._params, self._config = None, config

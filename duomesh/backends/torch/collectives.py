@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import Tensor
 
-__all__ = ["all_gather", "all_gather_into", "all_max", "all_reduce", "reduce_scatter", "reduce_scatter_into"]
+__all__ = ["all_gather", "all_gather_into", "all_max", "all_reduce", "reduce_scatter", "reduce_scatter_into", "wait"]
 
 _ops = torch.ops._c10d_functional
 
@@ -49,6 +49,11 @@ def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
 # The executor's own, into buffers that it keeps. torch 2.13 has new names for these two.
 all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def wait(work: dist.Work) -> None:
+    """For a collective that was started without waiting. Called here, it is seen to be a wait (`watch.py`)."""
+    work.wait()
 
 
 def _led(x: Tensor, dim: int) -> tuple[tuple[int, ...] | None, Tensor]:

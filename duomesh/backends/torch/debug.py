@@ -6,7 +6,7 @@ These watch torch itself, below our own code; nothing here runs in a training st
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from duomesh.backends.torch.groups import Groups
-from duomesh.core.errors import BackendError
+from duomesh.core.sharding.agree import check_digests
+from duomesh.core.sharding.layouts import Layout
+from duomesh.core.sharding.mesh import Mesh
 from duomesh.core.sharding.program import ShardedModelProgram
 from duomesh.core.sharding.transitions import INVARIANT, REPLICATED, Action
 
-__all__ = ["CollectiveRecorder", "LargestTensor", "Recorded", "check_invariants"]
+__all__ = [
+    "CollectiveRecorder",
+    "Digests",
+    "LargestTensor",
+    "Recorded",
+    "check_invariants",
+    "digest",
+    "equal_axes",
+    "equal_values",
+]
 
 # torch's own ops, in which every way to call a collective ends: (kind, which argument is the larger buffer; None: the
 # result is)
@@ -109,40 +120,54 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def check_invariants(sharded: ShardedModelProgram, groups: Groups, record: Mapping[str, Tensor]) -> None:
-    """Compares across ranks, bit by bit, every value that its type calls invariant or replicated.
+class Digests(dict[str, Tensor]):
+    """A record for `LoweredModel` that keeps no value: `digests` has a few bytes of each, by global name."""
 
-    Args:
-        record: op outputs of this rank by global name, as `LoweredModel` records them.
+    def __init__(self) -> None:
+        super().__init__()
+        self.digests: dict[str, str] = {}
 
-    Raises:
-        BackendError: on every rank, naming the first value that differs, its axis and the ranks.
-    """
-    mine = {name: _digest(record[name]) for name, _ in _equal_values(sharded)}
-    everyone: list[dict[str, str]] = [{} for _ in range(groups.mesh.world_size)]
-    dist.all_gather_object(everyone, mine)
-    for name, axes in _equal_values(sharded):
-        for axis in axes:
-            for ranks in groups.mesh.groups(axis):
-                odd = [rank for rank in ranks if everyone[rank][name] != everyone[ranks[0]][name]]
-                if odd:
-                    raise BackendError(
-                        f"{name} should be equal on the ranks of {axis}, and rank {odd[0]} has other values than rank "
-                        f"{ranks[0]}. A reduction is missing before it, or ranks were fed differently."
-                    )
+    def update(self, *values: Any, **named: Any) -> None:
+        self.digests |= {name: digest(tensor) for name, tensor in dict(*values, **named).items()}
 
 
-def _equal_values(sharded: ShardedModelProgram) -> Iterator[tuple[str, list[str]]]:
-    """(global name, mesh axes on which it is equal) of every op's output, in the order of execution."""
+def digest(tensor: Tensor) -> str:
+    """Equal for equal bits."""
+    host = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return hashlib.blake2b(host.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def equal_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
+    """Mesh axes whose ranks hold the same bits of what has this layout."""
+    return tuple(axis for axis, state in layout.items() if state in (INVARIANT, REPLICATED) and mesh.size(axis) > 1)
+
+
+def equal_values(sharded: ShardedModelProgram) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(global name, its `equal_axes`) of every op's output, in the order of execution."""
     for prefix, _, program in sharded.steps:
         for made in program.calls():
             for name in made.call.op.outputs:
-                layout = program.layouts[name]
-                equal = [a for a, s in layout.items() if s in (INVARIANT, REPLICATED) and sharded.mesh.size(a) > 1]
-                if equal:
-                    yield prefix + name, equal
+                yield prefix + name, equal_axes(program.layouts[name], sharded.mesh)
 
 
-def _digest(tensor: Tensor) -> str:
-    host = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return hashlib.blake2b(host.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+def check_invariants(groups: Groups, what: str, found: Iterable[tuple[str, tuple[str, ...], str]]) -> None:
+    """Compares across ranks, bit by bit, what they say is equal. Every rank calls it.
+
+    Args:
+        what: the things are, as "weight".
+        found: (name, mesh axes on which it is equal, digest) of each.
+
+    Raises:
+        BackendError: on every rank, naming the first thing that differs, the axis and the ranks.
+    """
+    mine = {name: (axes, made) for name, axes, made in found}
+    everyone: list[dict[str, tuple[tuple[str, ...], str]]] = [{} for _ in range(groups.mesh.world_size)]
+    dist.all_gather_object(everyone, mine)
+    held: dict[str, dict[int, str]] = {}  # of each thing, its digest by rank
+    axes_of: dict[str, tuple[str, ...]] = {}
+    for rank, said in enumerate(everyone):
+        for name, (axes, made) in said.items():
+            held.setdefault(name, {})[rank] = made
+            axes_of[name] = axes
+    for name, digests in held.items():
+        check_digests(groups.mesh, f"{what} {name}", axes_of[name], digests)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from duomesh.backends.torch.collectives import all_gather_into
+from duomesh.backends.torch.collectives import all_gather_into, wait
 from duomesh.backends.torch.groups import Groups
 from duomesh.backends.torch.optim import Optimizer
 from duomesh.backends.torch.reduce import Leaf
@@ -39,7 +39,7 @@ class FlatParams:
         self._copies: list[tuple[Bucket, nn.Parameter, int, int, Member]] = []
         for leaf in leaves:
             self._place(leaf)
-        self._owned: dict[str, Tensor] = {}
+        self._owned: dict[str, Tensor] = {}  # of buckets that are released; the others always have all their memory
         self._works: dict[str, dist.Work] = {}
         self._is_full = {bucket.name: True for bucket in storage.buckets}
 
@@ -70,9 +70,11 @@ class FlatParams:
                 rows.copy_(self.full[bucket.name][member.start : member.start + member.size].view(rows.shape))
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Every rank gets the ranges that their owners have updated."""
+    def hand_out(self) -> None:
+        """Every rank gets what owners have set of their ranges: now, or when a bucket is next gathered."""
         for bucket in self.storage.buckets:
+            if bucket.name in self._owned:
+                continue
             if bucket.shared:
                 mine = self.own(bucket).clone()
                 all_gather_into(self.full[bucket.name], mine, group=self.groups.of(bucket.shared))
@@ -81,10 +83,11 @@ class FlatParams:
     # Storage that is shared: only ranges are kept, and buckets have memory while they are used
 
     def keep_ranges(self) -> None:
-        """From now on this rank keeps its ranges, and releases buckets after use."""
+        """From now on this rank keeps its ranges of shared buckets, and releases those after use."""
         for bucket in self.storage.buckets:
-            self._owned[bucket.name] = self.own(bucket).clone()
-            self.release(bucket)
+            if bucket.shared:
+                self._owned[bucket.name] = self.own(bucket).clone()
+                self.release(bucket)
 
     def prefetch(self, bucket: Bucket) -> None:
         """Starts to gather a released bucket."""
@@ -93,25 +96,31 @@ class FlatParams:
         full = self.full[bucket.name]
         _allocate(full)
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(full):
-            if not bucket.shared:
-                full.copy_(self._owned[bucket.name])
-                self._is_full[bucket.name] = True
-                self.pull(bucket)
-                return
             work = all_gather_into(full, self._owned[bucket.name], group=self.groups.of(bucket.shared), async_op=True)
         self._works[bucket.name] = work
 
     def acquire(self, bucket: Bucket) -> None:
         """Gathers a bucket, or waits until it is there."""
         self.prefetch(bucket)
-        work = self._works.pop(bucket.name, None)
+        work = self._works.get(bucket.name)
         if work is not None:
-            work.wait()
-            self._is_full[bucket.name] = True
+            wait(work)
             self.pull(bucket)
+            del self._works[bucket.name]
+            self._is_full[bucket.name] = True
+
+    def release_all(self) -> None:
+        """Frees what is gathered or on its way, in whatever state an exception has left it."""
+        for work in self._works.values():
+            wait(work)  # nobody writes to the memory any more
+        self._works.clear()
+        for bucket in self.storage.buckets:
+            self.release(bucket)
 
     def release(self, bucket: Bucket) -> None:
-        """Frees a bucket's memory; tensors that are views of it keep their shapes."""
+        """Frees a bucket's memory if it can be gathered again; tensors that are views of it keep their shapes."""
+        if bucket.name not in self._owned:
+            return
         self._is_full[bucket.name] = False
         self.full[bucket.name].untyped_storage().resize_(0)
         for place, parameter, *_ in self._copies:
@@ -167,7 +176,7 @@ class FlatOptimizer:
         """One update from sums of gradients by bucket, of this rank's ranges; then every rank has the new weights."""
         grads = {name: owned[s.bucket.name][s.start : s.stop] for name, s in self._segments.items()}
         self.inner.step(grads, lr, scale=scale)
-        self.hand_out()
+        self._flat.hand_out()
 
     def state(self) -> Iterator[tuple[str, Bucket, Tensor]]:
         """(group, bucket, this rank's range of it), padding zero."""
@@ -200,12 +209,7 @@ class FlatOptimizer:
         """Rounds compute weights from their masters, and hands them out."""
         self._loading = {}
         self.inner.round_params()
-        self.hand_out()
-
-    def hand_out(self) -> None:
-        """Every rank gets the weights that their owners have."""
-        if self._flat.storage.zero < 3:
-            self._flat.gather()
+        self._flat.hand_out()
 
 
 def _segments(flat: FlatParams, bucket: Bucket, is_decayed: Mapping[str, bool]) -> list[_Segment]:

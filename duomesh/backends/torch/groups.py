@@ -26,15 +26,22 @@ class Stage:
 
     def __init__(self) -> None:
         self.name = "idle"
+        self.step = self._num_steps = 0
+        self._seen: set[str] = set()
 
-        self.step = 0  # updates that were begun
+    def begin_step(self, number: int | None) -> None:
+        """A training step; None for the one after the last."""
+        self.step = self.step + 1 if number is None else number
+        self._num_steps += 1
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         before, self.name = self.name, name
+        # the first step, like the first of anything, compiles and meets whatever is done once
+        is_first = self._num_steps <= 1 or name not in self._seen
+        self._seen.add(name)
         try:
-            # the first step compiles, and meets whatever is done once
-            with doing(f"step {self.step}, {name}", stall_s=_FIRST_STEP_S if self.step <= 1 else None):
+            with doing(f"step {self.step}, {name}", stall_s=_FIRST_STEP_S if is_first else None):
                 yield
         finally:
             self.name = before

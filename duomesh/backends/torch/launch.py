@@ -35,10 +35,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from duomesh.backends.torch.verdict import Failure
 from duomesh.backends.torch.watch import Limits, Watcher, read_failure
 from duomesh.core import errors
-from duomesh.core.activity import doing, read_activity, share_activity
+from duomesh.core.activity import UNTOLD, doing, read_activity, share_activity
 from duomesh.core.errors import BackendError, DuomeshError
 
-__all__ = ["RankContext", "Target", "is_launched", "join", "launch"]
+__all__ = ["RankContext", "Target", "is_launched", "join", "launch", "withdraw"]
 
 _HOST = "127.0.0.1"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -102,6 +102,17 @@ def join(*, device: str | None = None, world_size: int | None = None, limits: Li
     return _join(device, world_size, limits or Limits())
 
 
+def withdraw(error: BaseException) -> None:
+    """Tells the other ranks why this process will not join them. Nothing, if it was started as no rank."""
+    if not is_launched():
+        return
+    limits = Limits()
+    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=limits.start_s)))
+    watcher = Watcher(store, rank=rank, world_size=size, limits=limits)
+    watcher.start()
+    watcher.fail(error)
+
+
 def _join(
     device: str | None,
     world_size: int | None,
@@ -129,6 +140,7 @@ def _join(
         with doing("joining the others", stall_s=limits.start_s, waits=True):
             _check_world(size, world_size)
             place = _device(device, local_rank)
+            _check_same_device(store, rank, place)
             is_gpu = place.type == "cuda"
             dist.init_process_group(
                 "nccl" if is_gpu else "gloo",
@@ -150,6 +162,15 @@ def _check_world(started: int, needed: int | None) -> None:
             f"{needed} ranks are needed, and {started} were started. "
             f"Start {needed} (torchrun --nproc-per-node, --nnodes), or change the plan."
         )
+
+
+def _check_same_device(store: dist.Store, rank: int, device: torch.device) -> None:
+    """One process group is on one kind of device. Whoever differs from rank 0 tells it."""
+    if rank == 0:
+        store.set("device", device.type)
+    first = store.get("device").decode()  # waits until it is there
+    if device.type != first:
+        raise BackendError(f"rank 0 runs on {first}, and this rank on {device.type}. Give every rank the same device.")
 
 
 def _device(kind: str | None, local_rank: int) -> torch.device:
@@ -302,7 +323,8 @@ def _explained(first: tuple[int, ProcessFailure], board: dist.Store, logs: Path)
         if process.exitcode < 0:
             how = f"was killed by {process.signal_name()}"
         hint = " The kernel does that when memory runs out." if process.exitcode == -signal.SIGKILL else ""
-        sentence = f'rank {rank} {how} during "{at}".{hint}'
+        where = "" if at == UNTOLD else f' during "{at}"'
+        sentence = f"rank {rank} {how}{where}.{hint}"
         failure = Failure(kind="died", rank=rank, doing=at, sentence=sentence)
     kind = getattr(errors, failure.error, BackendError)
     if failure.error not in errors.__all__:

@@ -3,11 +3,15 @@
 Each bucket of `core.sharding.storage` has one flat buffer of main gradients in the plan's gradient dtype. A parameter's
 gradient is added to its place as soon as autograd has made it, and freed. When the last one of a bucket has come, the
 bucket's collective starts, asynchronously, while backward goes on; buckets start in the order of the sharded program,
-so that all ranks agree.
+so that all ranks agree. From ZeRO-2 on, what was scattered is added up while backward goes on too, so that few steps of
+the model have more than their ranges at any time.
+
+A step may end anywhere in an exception that the caller catches; the next one begins with nothing of it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from duomesh.backends.torch.collectives import reduce_scatter_into
+from duomesh.backends.torch.collectives import reduce_scatter_into, wait
 from duomesh.backends.torch.groups import Groups
 from duomesh.backends.torch.lower import LoweredModel
 from duomesh.core.sharding.storage import Bucket, Member, Storage
@@ -54,10 +58,19 @@ def leaves_of(model: LoweredModel, storage: Storage) -> list[Leaf]:
 
 @dataclass(frozen=True)
 class _Use:
-    """A bucket whose gradients are summed: once a micro-batch, or after each step of the model that reads it."""
+    """A bucket whose gradients are summed: once a micro-batch, or after each step of the model that gathers it."""
 
     bucket: Bucket
     step: int
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A collective that is under way, and where its result will be."""
+
+    work: dist.Work
+    use: _Use
+    result: Tensor
 
 
 class GradientSums:
@@ -81,6 +94,7 @@ class GradientSums:
         done: Callable[[Bucket, int], None] | None = None,
     ) -> None:
         self._storage, self._groups, self._dtype, self._done = storage, groups, dtype, done
+        self._parameters = [leaf.parameter for leaf in leaves]
         self._device = leaves[0].parameter.device
         self._expected: dict[_Use, int] = {}
         for leaf in leaves:
@@ -92,27 +106,45 @@ class GradientSums:
         self.owned: dict[str, Tensor] = {}
         self._missing: dict[_Use, int] = {}
         self._queue: list[_Use] = []
-        self._works: list[tuple[dist.Work, Bucket, Tensor]] = []
+        self._sums: deque[_Sum] = deque()  # the first one started is the first
         self._is_last = False
         self.is_on = False
 
     def _uses(self, leaf: Leaf) -> set[_Use]:
-        per_step = self._storage.zero == 3
-        return {_Use(bucket, leaf.step if per_step else bucket.step) for bucket, *_ in leaf.places}
+        return {_Use(b, leaf.step if self._per_step(b) else b.step) for b, *_ in leaf.places}
+
+    def _per_step(self, bucket: Bucket) -> bool:
+        """Whether the bucket's sum is the dual of a gather, of which each step of the model that reads it has one."""
+        return self._storage.zero == 3 and bool(bucket.shared)
 
     def _in_order(self) -> list[_Use]:
         """As the sharded program lists their collectives: what backward makes first comes first."""
         if self._storage.zero < 3:
             return [_Use(bucket, bucket.step) for bucket in reversed(self._storage.buckets)]
-        steps = reversed(range(len(self._storage.sharded.steps)))
-        return [_Use(bucket, index) for index in steps for bucket in reversed(self._storage.used(index))]
+        return [
+            _Use(bucket, index)
+            for index in reversed(range(len(self._storage.sharded.steps)))
+            for bucket in reversed(self._storage.used(index))
+            if self._per_step(bucket) or bucket.step == index
+        ]
 
     def reset(self) -> None:
         """Begins a step."""
+        if self.is_on:
+            self._forget()
         self.is_on = True
+        for parameter in self._parameters:
+            parameter.grad = None
         self.owned.clear()
         for flat in self._flat.values():
             flat.zero_()
+
+    def _forget(self) -> None:
+        """Drops what a step that an exception has ended left behind."""
+        for made in self._sums:
+            wait(made.work)  # nobody writes to its buffers any more
+        self._sums.clear()
+        self._flat.clear()
 
     def start(self, *, is_last: bool) -> None:
         """Begins a micro-batch."""
@@ -152,8 +184,11 @@ class GradientSums:
                 self._reduce(use)
 
     def _reduce(self, use: _Use) -> None:
-        # under ZeRO-3 a sum is the dual of the gather before the use
-        with self._groups.stage("backward" if self._storage.zero == 3 else "sync"):
+        with self._groups.stage("backward" if self._per_step(use.bucket) else "sync"):
+            if self._storage.zero >= 2:
+                # a sum has one more step of the model to hide behind
+                while self._sums and self._sums[0].use.step > use.step + 1:
+                    self._land()
             self._start(use)
 
     def _start(self, use: _Use) -> None:
@@ -162,25 +197,30 @@ class GradientSums:
             part = flat.new_empty(bucket.size // bucket.parts)
             group = self._groups.of(bucket.shared)
             work = reduce_scatter_into(part, flat, group=group, async_op=True)
-            self._works.append((work, bucket, part))
+            self._sums.append(_Sum(work, use, part))
             if self._storage.zero >= 2:
                 del self._flat[use]  # kept by the work until it is done
         elif bucket.rest and self._is_last:
             work = dist.all_reduce(flat, group=self._groups.of(bucket.rest), async_op=True)
-            self._works.append((work, bucket, flat))
+            self._sums.append(_Sum(work, use, flat))
+
+    def _land(self) -> None:
+        """Waits for the sum that was started first. A scattered range is added to what this rank owns."""
+        made = self._sums[0]
+        wait(made.work)
+        bucket = made.use.bucket
+        if bucket.shared:
+            if bucket.name in self.owned:
+                self.owned[bucket.name].add_(made.result)
+            else:
+                self.owned[bucket.name] = made.result
+        self._sums.popleft()
 
     def finish_micro_batch(self) -> None:
-        """Waits for what was scattered; ranges of earlier micro-batches are added to."""
+        """Waits for the sums that are still under way."""
         assert not self._queue, f"no gradient came for {self._queue[0].bucket.name}"
-        for work, bucket, part in self._works:
-            work.wait()
-            if not bucket.shared:
-                continue
-            if bucket.name in self.owned:
-                self.owned[bucket.name].add_(part)
-            else:
-                self.owned[bucket.name] = part
-        self._works.clear()
+        while self._sums:
+            self._land()
 
     def finish(self) -> None:
         """Makes `owned` complete: the sums over all axes."""

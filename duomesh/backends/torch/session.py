@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from duomesh.backends.torch.arrays import TORCH_DTYPES, to_tensor
+from duomesh.backends.torch.debug import Digests, check_invariants, digest, equal_values
 from duomesh.backends.torch.groups import Groups, needed_groups
 from duomesh.backends.torch.lower import LoweredModel
 from duomesh.backends.torch.state import OneDevice, OnMesh, State
 from duomesh.backends.torch.whole import gather_value
+from duomesh.core.activity import doing, each
 from duomesh.core.arrays import Array
 from duomesh.core.batch import Batch, denominator, num_targets
 from duomesh.core.boxes import Box, Sliceable
@@ -26,8 +27,10 @@ from duomesh.core.dropout import DropoutKey, check_dropout, dropout_inputs
 from duomesh.core.errors import BackendError
 from duomesh.core.ir.program import ModelProgram
 from duomesh.core.plan.plan import Plan
-from duomesh.core.plan.shard import shard
+from duomesh.core.plan.shard import shard_for_session
+from duomesh.core.plan.validate import check_step
 from duomesh.core.session import AdamW, ComputeDType, StateLoader, StepResult, Trace, check_learning_rate
+from duomesh.core.sharding.local import check_batch, fill_batch
 
 __all__ = ["TorchSession"]
 
@@ -38,6 +41,9 @@ _ATTENTION = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+
+
+_KINDS = {"params": "weight", "master": "master weight"}  # what messages call groups of state
 
 
 @contextmanager
@@ -95,7 +101,7 @@ class TorchSession:
         self.compute_dtype = compute_dtype
         self.device = _device(device)
         self._wide = torch.float64 if compute_dtype == "float64" else torch.float32
-        self.storage = shard(program, replace(self.plan, precision=compute_dtype))
+        self.storage = shard_for_session(program, self.plan, compute_dtype)
         mesh = self.storage.sharded.mesh
         self.groups = Groups(mesh, needed_groups(self.storage), self.device)
         self.model = self._lower()
@@ -129,18 +135,21 @@ class TorchSession:
     def _filled(self) -> State:
         """Raises BackendError if there are no weights yet."""
         if not self._has_params:
-            raise BackendError("this session has no parameters yet; call load_params first.")
+            raise BackendError(
+                "this session has no parameters yet, or what set them was interrupted; call load_params first."
+            )
         return self._state
 
     def load_params(self, params: Iterable[tuple[str, Sliceable]]) -> None:
         loader = StateLoader(self.program, groups=("params",))
         self._has_params = False  # until all have come: a stream that stops half-way leaves no usable weights
         self._state.optimizer = None
-        for name, tensor in params:
-            loader.check("params", name, tensor.shape)
-            self._state.set_param(name, tensor)
-        loader.finish()
-        self._state.end_of_params()
+        with doing("loading weights"):
+            for name, tensor in each("loading", params):
+                loader.check("params", name, tensor.shape)
+                self._state.set_param(name, tensor)
+            loader.finish()
+            self._state.end_of_params()
         self._has_params = True
 
     def params(self) -> Iterator[tuple[str, Array]]:
@@ -169,18 +178,13 @@ class TorchSession:
             "loss_mask": put(batch.weights, self._wide),
         }
 
-    def _part_of_batch(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    def _part_of_batch(self, shape: tuple[int, int]) -> tuple[slice, ...]:
         """Raises BackendError if the ranks cannot share a batch of this shape."""
         rules, mesh = self.storage.sharded.rules, self.storage.sharded.mesh
+        check_batch(self.storage.sharded, shape)
         out = []
         for name, size in zip(("batch", "seq"), shape, strict=True):
             axes = [axis for axis in mesh.names if rules[axis].data == name]
-            parts = self.groups.size(axis for axis in mesh.names if name in (rules[axis].data, rules[axis].stream))
-            if size % parts:
-                raise BackendError(
-                    f"the plan {self.plan} cannot share a micro-batch of {shape[0]} samples of {shape[1]} tokens: "
-                    f"{size} is no multiple of {parts}."
-                )
             length, place = size // self.groups.size(axes), self.groups.place(axes)
             out.append(slice(place * length, (place + 1) * length))
         return tuple(out)
@@ -226,22 +230,28 @@ class TorchSession:
     def loss_and_grads(
         self, batches: Sequence[Batch], *, dropout: DropoutKey | None = None
     ) -> tuple[float, dict[str, Array]]:
+        check_step(self.plan, [len(batch.tokens) for batch in batches])
         terms = self._backward(batches, denominator(batches), dropout)
-        return torch.stack(terms).double().sum().item(), dict(self._state.grads())
+        with self.groups.stage("gathering gradients"):
+            return torch.stack(terms).double().sum().item(), dict(self._state.grads())
 
     def trace(self, batch: Batch, *, grads: bool) -> Trace:
         record: dict[str, Tensor] = {}
-        state, found = self._filled(), {}
+        state, stage, found = self._filled(), self.groups.stage, {}
         with self._forward(grads=grads):
-            loss = self._loss_sum(batch, record=record) / denominator([batch])
+            with stage("forward"):
+                loss = self._loss_sum(batch, record=record) / denominator([batch])
             if grads:
                 state.begin_step()
                 state.begin_micro_batch(is_last=True)
-                loss.backward()
+                with stage("backward"):
+                    loss.backward()
                 state.end_micro_batch(is_only=True)
                 state.end_step()
-                found = dict(state.grads())
-        return Trace(dict(self._whole_values(record, batch)), loss.item(), found)
+                with stage("gathering gradients"):
+                    found = dict(state.grads())
+        with stage("gathering values"):
+            return Trace(dict(self._whole_values(record, batch)), loss.item(), found)
 
     def _whole_values(self, record: Mapping[str, Tensor], batch: Batch) -> Iterator[tuple[str, Array]]:
         """Every recorded value from all ranks' parts of it."""
@@ -254,18 +264,36 @@ class TorchSession:
                     yield prefix + name, gather_value(local, program.axes(name), layout, extents, self.groups)
 
     def eval_loss(self, batch: Batch) -> tuple[float, float]:
-        with self._forward(grads=False):
+        with self.groups.stage("evaluation"), self._forward(grads=False):
             return self._loss_sum(batch).item(), num_targets([batch])
 
     def logits(self, tokens: Array) -> Array:
-        batch = Batch(tokens=tokens, labels=tokens)
-        inputs = self._device_inputs(batch)
+        samples, length = Batch(tokens=tokens, labels=tokens).tokens.shape
+        filled = fill_batch(self.storage.sharded, tokens)
+        inputs = self._device_inputs(Batch(tokens=filled, labels=filled))
         with self._forward(grads=False):
             out = self.model(inputs["tokens"], inputs["positions"]).to(self._wide)
         head = self.storage.sharded.programs["head"]
         name = dict(head.outputs)["logits"]
-        extents = self.storage.sharded.extents(batch=tokens.shape[0], seq=tokens.shape[1])
-        return gather_value(out, head.axes(name), head.layouts[name], extents, self.groups)
+        extents = self.storage.sharded.extents(batch=filled.shape[0], seq=filled.shape[1])
+        whole = gather_value(out, head.axes(name), head.layouts[name], extents, self.groups)
+        return whole[:samples, :length]
+
+    def check_invariants(self, batch: Batch) -> None:
+        """As of `Session`. Every rank calls it. Each value of the forward pass is dropped once its digest is taken."""
+        groups, sharded = self.groups, self.storage.sharded
+        if groups.mesh.world_size == 1:
+            return
+        with groups.stage("comparing ranks"):
+            by_group: dict[str, list[tuple[str, tuple[str, ...], str]]] = {}
+            for held in self._filled().held():
+                by_group.setdefault(held.group, []).append((held.name, held.axes, digest(held.tensor)))
+            for group, found in by_group.items():
+                check_invariants(groups, _KINDS.get(group, group), found)
+            record = Digests()
+            with self._forward(grads=False):
+                self._loss_sum(batch, record=record)
+            check_invariants(groups, "value", [(n, axes, record.digests[n]) for n, axes in equal_values(sharded)])
 
     # Training
 
@@ -275,25 +303,27 @@ class TorchSession:
             return
         loader = StateLoader(self.program, groups=("params",))
         self._has_params = False
-        self._state.begin_load(config, 0)
-        for name, tensor in params:
-            loader.check("params", name, tensor.shape)
-            self._state.set_state("master", name, tensor)
-        loader.finish()
-        self._state.end_load()
+        with doing("loading weights"):
+            self._state.begin_load(config, 0)
+            for name, tensor in each("loading", params):
+                loader.check("params", name, tensor.shape)
+                self._state.set_state("master", name, tensor)
+            loader.finish()
+            self._state.end_load()
         self._has_params = True
 
     def _trained(self) -> State:
         if self._state.optimizer is None:
             raise BackendError("this session has no optimizer; call init_optimizer or load_optimizer_state first.")
-        return self._state
+        return self._filled()
 
     def train_step(self, batches: Sequence[Batch], lr: float, *, dropout: DropoutKey | None = None) -> StepResult:
         state = self._trained()
         check_learning_rate(lr)
         check_dropout(self.program, dropout)
+        check_step(self.plan, [len(batch.tokens) for batch in batches])
         targets = num_targets(batches)
-        self.groups.stage.step += 1
+        self.groups.stage.begin_step(None if dropout is None else dropout.step)
         if targets == 0:
             return StepResult(0.0, 0.0, 0.0, is_skipped=True)
         terms = self._backward(batches, targets, dropout)
@@ -304,7 +334,9 @@ class TorchSession:
             return StepResult(loss, norm, targets, is_skipped=True)
         limit = state.config.max_grad_norm
         with self.groups.stage("optimizer"):
+            self._has_params = False  # until all are updated
             state.update(lr, scale=limit / norm if limit is not None and norm > limit else 1.0)
+            self._has_params = True
         return StepResult(loss, norm, targets)
 
     def optimizer_step_count(self) -> int:
@@ -322,10 +354,11 @@ class TorchSession:
     def load_optimizer_state(self, config: AdamW, step_count: int, state: Iterable[tuple[str, str, Sliceable]]) -> None:
         loader = StateLoader(self.program)
         self._has_params = False
-        self._state.begin_load(config, step_count)
-        for group, name, tensor in state:
-            loader.check(group, name, tensor.shape)
-            self._state.set_state(group, name, tensor)
-        loader.finish()
-        self._state.end_load()
+        with doing("loading optimizer state"):
+            self._state.begin_load(config, step_count)
+            for group, name, tensor in each("loading", state):
+                loader.check(group, name, tensor.shape)
+                self._state.set_state(group, name, tensor)
+            loader.finish()
+            self._state.end_load()
         self._has_params = True

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from duomesh.backends.torch.arrays import to_array, to_tensor
 from duomesh.backends.torch.collectives import all_gather_into
+from duomesh.backends.torch.debug import equal_axes
 from duomesh.backends.torch.flat import FlatOptimizer, FlatParams
 from duomesh.backends.torch.groups import Groups
 from duomesh.backends.torch.lower import LoweredModel
@@ -26,7 +28,17 @@ from duomesh.core.session import AdamW, whole_boxes
 from duomesh.core.sharding.pieces import spans
 from duomesh.core.sharding.storage import Bucket, Member, Storage
 
-__all__ = ["OnMesh", "OneDevice", "State"]
+__all__ = ["Held", "OnMesh", "OneDevice", "State"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of a parameter or its optimizer state. axes: of the mesh, whose ranks hold the same bits."""
+
+    group: str
+    name: str
+    tensor: Tensor
+    axes: tuple[str, ...]
 
 
 class State(Protocol):
@@ -61,6 +73,7 @@ class State(Protocol):
     def optimizer_state(self) -> Iterator[tuple[str, str, Array]]: ...
     def owned_boxes(self) -> Mapping[str, Sequence[Box]]: ...
     def owned_state(self) -> Iterator[tuple[str, str, Array]]: ...
+    def held(self) -> Iterator[Held]: ...
     def begin_load(self, config: AdamW, step_count: int) -> None: ...
     def set_state(self, group: str, name: str, tensor: Sliceable) -> None: ...
     def end_load(self) -> None: ...
@@ -97,6 +110,8 @@ class OneDevice:
 
     def begin_step(self) -> None:
         self._sums = {}
+        for parameter in self._stored.values():
+            parameter.grad = None  # an exception may have ended the step before this one in its backward
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Gradients need no preparation."""
@@ -151,6 +166,10 @@ class OneDevice:
 
     def owned_state(self) -> Iterator[tuple[str, str, Array]]:
         return self.optimizer_state()
+
+    def held(self) -> Iterator[Held]:
+        """Nothing that another rank holds too."""
+        return iter(())
 
     def begin_load(self, config: AdamW, step_count: int) -> None:
         self.init_optimizer(config)
@@ -214,8 +233,7 @@ class OnMesh:
             self._flat.own(span.bucket)[span.start : span.stop].copy_(to_tensor(span.fill(tensor)))
 
     def end_of_params(self) -> None:
-        if self._storage.zero < 3:
-            self._flat.gather()
+        self._flat.hand_out()
 
     def params(self) -> Iterator[tuple[str, Array]]:
         owned = {bucket.name: self._flat.own(bucket) for bucket in self._storage.buckets}
@@ -287,6 +305,29 @@ class OnMesh:
                 if span.bucket is bucket and span.is_first:
                     flat = to_array(mine[span.start : span.stop])
                     yield from ((group, name, piece.of(flat)) for piece in span.pieces)
+
+    def held(self) -> Iterator[Held]:
+        """Weights as ops meet them, or only this rank's ranges of them if no more is kept; then optimizer state."""
+        if self._units is None:
+            for leaf in self._leaves:
+                for bucket, member, low, high in leaf.places:
+                    yield Held("params", member.name, leaf.parameter[low:high], self._equal_axes(member, bucket))
+        else:
+            for bucket in self._storage.buckets:
+                yield from self._ranges("params", bucket, self._flat.own(bucket))
+        if self.optimizer is not None:
+            for group, bucket, mine in self.optimizer.state():
+                yield from self._ranges(group, bucket, mine)
+
+    def _equal_axes(self, member: Member, bucket: Bucket) -> tuple[str, ...]:
+        return equal_axes(self._sharded.params[member.name, bucket.stage], self._groups.mesh)
+
+    def _ranges(self, group: str, bucket: Bucket, mine: Tensor) -> Iterator[Held]:
+        part = self._groups.place(bucket.shared)
+        first = bucket.flat(part).start
+        for member, low, high in bucket.slices(part):
+            axes = tuple(axis for axis in self._equal_axes(member, bucket) if axis not in bucket.shared)
+            yield Held(group, member.name, mine[member.start + low - first : member.start + high - first], axes)
 
     def begin_load(self, config: AdamW, step_count: int) -> None:
         self.init_optimizer(config)

@@ -2,7 +2,7 @@
 
 The buckets of a step of the model are its unit. Forward gathers a unit and starts on the next one's; backward gathers
 it again when the cotangent of the step's outputs arrives, and its weights go as their gradients come. `GradientSums`
-scatters those.
+scatters those. Buckets that no other rank shares always stay.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Units:
         self._read_back = [storage.used(index, in_backward=True) for index in range(count)]
 
     def before(self, index: int) -> None:
+        if index == 0:
+            self._flat.release_all()  # the last pass may have ended anywhere in an exception, and weights were set
         for bucket in self._used[index]:
             self._flat.acquire(bucket)
         if index + 1 < len(self._used):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from duomesh.core.activity import activity_of
+from duomesh.core.activity import UNTOLD, activity_of, blamed_rank
 from duomesh.core.errors import DuomeshError
 
 __all__ = ["STACK_CHARACTERS", "Failure", "Status", "absent", "judge", "raised", "silent"]
@@ -49,19 +49,24 @@ class Failure:
 
 
 def raised(rank: int, error: BaseException) -> Failure:
-    """An error that a rank raised. Its traceback is kept."""
+    """An error that a rank raised, or that repeats what another one raised. Its traceback is kept."""
     at, name = activity_of(error), type(error).__name__
     text = str(error) if isinstance(error, DuomeshError) else f"{name}: {error}".removesuffix(": ")
+    origin = blamed_rank(error)
+    if origin is not None:
+        rank, text = origin, text.removeprefix(f"rank {origin}: ")
     trace = "".join(traceback.format_exception(error))[-STACK_CHARACTERS:]
-    sentence = f'rank {rank}, during "{at}": {text}'
+    where = "" if at == UNTOLD else f', during "{at}"'
+    sentence = f"rank {rank}{where}: {text}"
     return Failure(kind="raised", rank=rank, doing=at, sentence=sentence, stack=trace, error=name)
 
 
 def silent(rank: int, status: Status, for_s: float) -> Failure:
     """A rank that has said nothing for so long; status: what it said last."""
+    said = "" if status.doing == UNTOLD else f'; it last said "{status.doing}"'
     sentence = (
-        f'rank {rank} has given no sign of life for {for_s:.1f} s; it last said "{status.doing}". It was killed, its '
-        "host or the network is gone, or native code does not let go of Python's lock."
+        f"rank {rank} has given no sign of life for {for_s:.1f} s{said}. It was killed, its host or the network is "
+        "gone, or native code does not let go of Python's lock."
     )
     return Failure(kind="died", rank=rank, doing=status.doing, sentence=sentence)
 
@@ -75,14 +80,17 @@ def absent(rank: int, start_s: float) -> Failure:
 def judge(statuses: Mapping[int, Status]) -> Failure | None:
     """Which rank holds the job up, if any does.
 
-    A rank that computes for too long is to blame. Ranks that wait in a collective are not, as long as another may get
-    there. When each has waited for too long, they wait for each other, and the odd one out is named.
+    A rank that computes for too long is to blame, unless another one that computes is behind it: what looks like work
+    may be a wait for that one. Ranks that wait in a collective are not to blame, as long as another may get there. When
+    each has waited for too long, they wait for each other, and the odd one out is named.
     """
     overdue = [rank for rank, status in sorted(statuses.items()) if status.is_overdue]
     stuck = [rank for rank in overdue if not statuses[rank].waits]
     if stuck:
         # the one that got least far holds the others up
         rank = min(stuck, key=lambda r: (statuses[r].number, -statuses[r].for_s, r))
+        if any(not status.waits and status.number < statuses[rank].number for status in statuses.values()):
+            return None
         what = f'hangs during "{statuses[rank].doing}": it has not got on for {statuses[rank].for_s:.0f} s'
     elif len(overdue) == len(statuses) and not all(status.is_done for status in statuses.values()):
         # one that is ahead of the others has left something out

@@ -28,14 +28,16 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from duomesh.backends.torch import collectives
 from duomesh.backends.torch.verdict import STACK_CHARACTERS, Failure, Status, absent, judge, raised, silent
 from duomesh.core.activity import current, doing
-from duomesh.core.errors import BackendError
+from duomesh.core.errors import BackendError, DuomeshError
 
 __all__ = ["Limits", "Watcher", "read_failure"]
 
@@ -48,6 +50,7 @@ _UNWIND_S = 20.0
 # Of the time after which a rank counts as dead: when one that cannot beat shows its stack and ends by itself.
 _LOCKED = 0.75
 _POLL_S = 0.02
+_OUR_FOLDER = str(Path(collectives.__file__).parent)  # is called torch too
 # What torch says, in errors of no class of their own, when another rank is gone.
 _LOST = re.compile("gloo|nccl|by peer|broken pipe|timed out", re.IGNORECASE)
 
@@ -81,10 +84,14 @@ def _stacks(frames: Mapping[str, FrameType]) -> str:
 
 
 def _is_in_collective(frame: FrameType | None) -> bool:
-    """Whether the innermost frames, up to the first outside of torch, belong to torch.distributed."""
-    while frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:
-        if f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename:
+    """Whether the innermost frames, up to the first outside of torch, belong to torch.distributed, or that one to our
+    own collectives, whose ops leave no frame there."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if f"{os.sep}torch{os.sep}distributed{os.sep}" in file or file == collectives.__file__:
             return True
+        if f"{os.sep}torch{os.sep}" not in file or file.startswith(_OUR_FOLDER):
+            return False
         frame = frame.f_back
     return False
 
@@ -123,7 +130,7 @@ class Watcher:
         self._wake_read, self._wake_write = os.pipe()
         self._num_beats = 0
         self._started_s = time.monotonic()
-        self._seen, self._seen_since_s = (-1, False), 0.0  # the activity's number, whether it waits, and since when
+        self._seen, self._seen_since_s = ((-1, -1), False), 0.0  # the activity, whether it waits, and since when
         self._heard: dict[int, tuple[Status, float]] = {}  # of each rank, its last status and when that was new
         self._suspects_until_s = 0.0
         self._is_terminated = self._is_done = self._is_stopped = False
@@ -162,10 +169,17 @@ class Watcher:
             self._suspect()
             while time.monotonic() < self._suspects_until_s:
                 time.sleep(_POLL_S)  # the thread ends the process if it finds the cause
+        mine = raised(self.rank, error)
+        first = mine
         with suppress(dist.DistError):
-            self._claim(raised(self.rank, error))
+            first = self._claim(mine)
         self.stop()
-        if not self.is_reported:
+        if not self.is_reported and isinstance(error, DuomeshError):
+            _record(mine.sentence)
+            if first.rank != self.rank and _without_rank(first) == _without_rank(mine):
+                error.is_told = True
+                time.sleep(_LINGER_S)
+        elif not self.is_reported:
             get_error_handler().record_exception(error)
         faulthandler.dump_traceback_later(_UNWIND_S, exit=True, file=2)
 
@@ -200,12 +214,14 @@ class Watcher:
     def _beat(self) -> None:
         activity, now, frames = current(), time.monotonic(), _frames()
         waits = activity.waits or any(map(_is_in_collective, frames.values()))
-        if (activity.number, waits) != self._seen:
+        place = activity.number, activity.item
+        if (place, waits) != self._seen:
             # to come out of a collective, or into one, is to get on
-            self._seen_since_s = activity.since_s if activity.number != self._seen[0] else now
-            self._seen = activity.number, waits
+            self._seen_since_s = activity.since_s if place != self._seen[0] else now
+            self._seen = place, waits
         for_s = now - self._seen_since_s
-        is_overdue = for_s > (self.limits.stall_s if activity.stall_s is None else activity.stall_s)
+        stall_s = self.limits.stall_s if activity.stall_s is None else activity.stall_s
+        is_overdue = for_s > stall_s + activity.more_s
         self._num_beats += 1
         status = Status(
             beat=self._num_beats,
@@ -276,16 +292,28 @@ class Watcher:
             _say(*said)
         time.sleep(0 if is_own else _LINGER_S)
         if not self.is_reported:
-            try:
-                raise BackendError(failure.sentence)
-            except BackendError as error:
-                get_error_handler().record_exception(error)  # torchrun shows it, of the rank that recorded first
+            _record(failure.sentence)
         os._exit(1)
 
     def _leave(self, code: int, sentence: str) -> None:
         if not self.is_reported:
             _say(sentence)
         os._exit(code)
+
+
+def _without_rank(failure: Failure) -> str:
+    return failure.sentence.removeprefix(f"rank {failure.rank}")
+
+
+def _record(sentence: str) -> None:
+    """Leaves a sentence for torchrun, which shows it of each rank, first that of the rank that recorded first.
+
+    A traceback, which torch's own recorder adds, would say nothing to the user.
+    """
+    file = get_error_handler()._get_error_file_path()  # None where nobody reads it
+    if file and not Path(file).exists():  # what was recorded first is the cause
+        extra = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": sentence, "extraInfo": extra}}))
 
 
 def _say(*texts: str) -> None:

@@ -1,13 +1,15 @@
-"""A Hugging Face directory as a spec and canonical tensors, checked whole before the first tensor is handed out.
+"""A Hugging Face directory as a spec and canonical tensors, of which only the slices that are asked for are read.
 
-Opening reads config.json and every header: files, names, shapes and dtypes must fit the spec. Data is read by slice
-on demand. Values are never altered; what is not finite is an error unless it was asked to be let through.
+Opening reads config.json and every header: files, names, shapes and dtypes must fit the spec. Values are checked as far
+as they are read, and never altered: one that is not finite, and a tied head that differs, is an error unless it was
+asked to be let through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +18,7 @@ from duomesh.converters.hf.names import is_buffer
 from duomesh.converters.pairing import Pairing, convert_pairing, with_pairing
 from duomesh.converters.values import NonFinite, find_nonfinite, largest_difference
 from duomesh.core.arrays import DTYPES, Array, is_float
+from duomesh.core.boxes import Deferred, whole, within
 from duomesh.core.closing import Closing
 from duomesh.core.errors import ConversionError
 from duomesh.core.ir.build import build_program
@@ -28,7 +31,7 @@ __all__ = ["HfCheckpoint", "TieSource"]
 TieSource = Literal["embed", "head"]
 _EMBED, _HEAD = "embed.weight", "head.weight"
 _LISTED = 8  # names spelled out in a message
-_ROWS = 1 << 14  # rows of an embedding compared at once
+_ROWS = 1 << 10  # of an embedding, compared at once
 
 
 class HfCheckpoint(Closing):
@@ -37,8 +40,10 @@ class HfCheckpoint(Closing):
     Args:
         allow_nonfinite: hand out tensors with NaN or Inf as they are, with a warning.
         allow_missing: open although parameters are absent; they are listed in `missing` and in a warning.
-        tie_source: which member counts if a tied embedding and head are both stored and differ.
-        pairing: the rotary pairing that spec and tensors shall have; files hold half-split ones.
+        tie_source: which member counts if a tied embedding and head are both stored; None compares them, so that of
+            the head is read what is read of the embedding.
+        pairing: the rotary pairing that spec and tensors shall have. Files hold half-split ones; with the other, a
+            tensor is read whole for any part of it.
 
     Attributes:
         spec: the model. config: config.json, understood.
@@ -49,7 +54,7 @@ class HfCheckpoint(Closing):
         warnings: one sentence each; grows while tensors are read.
 
     Raises:
-        ConversionError, TensorFileError: naming what is wrong, before any tensor is handed out.
+        ConversionError, TensorFileError: naming what is wrong with files, names, shapes or dtypes.
     """
 
     def __init__(
@@ -86,45 +91,48 @@ class HfCheckpoint(Closing):
         """Stored dtype and shape of a parameter."""
         return self._tensors.info(self._hf_name[name])
 
-    def read(self, name: str, rows: tuple[int, int] | None = None) -> Array:
-        """A parameter, or its rows [start, stop) of dim 0, in its stored dtype.
+    def read(self, name: str, box: Sequence[tuple[int, int]] = ()) -> Array:
+        """A parameter, or a rectangle of it, [start, stop) along its first dims, in its stored dtype.
 
         Raises:
-            ConversionError: values that are not finite, unless they were allowed.
+            ConversionError: values that are not finite, unless they were allowed; after a parameter that was read whole
+                the error names all that follow too. A tied head that differs, unless a source was chosen.
         """
-        array = self._read(name, rows)
-        bad = find_nonfinite(array, first_row=0 if rows is None else rows[0])
+        array = self._read(name, box)
+        bad = find_nonfinite(array, origin=[start for start, _ in box])
         if bad is not None:
-            self._report_nonfinite({name: bad})
+            found = {name: bad}
+            # who reads slices does not wait for the rest
+            if array.shape == self._params[name].shape and not self._allow_nonfinite:
+                following = self.names[self.names.index(name) + 1 :]
+                rest = ((other, find_nonfinite(self._read(other))) for other in following)
+                found |= {other: fault for other, fault in rest if fault is not None}
+            self._report_nonfinite(found)
         return array
 
-    def params(self) -> Iterator[tuple[str, Array]]:
-        """Every parameter that is there, in the program's order.
+    def deferred_params(self) -> Iterator[tuple[str, Deferred]]:
+        """Every parameter that is there, in the program's order, of which `read` reads what is used."""
+        return ((name, Deferred(self._params[name].shape, partial(self.read, name))) for name in self.names)
 
-        The first one that is not finite ends the sequence with an error, which names all of those that follow too.
-        """
-        for i, name in enumerate(self.names):
-            array = self._read(name, None)
-            bad = find_nonfinite(array)
-            if bad is not None:
-                found = {name: bad}
-                if not self._allow_nonfinite:
-                    rest = ((other, find_nonfinite(self._read(other, None))) for other in self.names[i + 1 :])
-                    found |= {other: fault for other, fault in rest if fault is not None}
-                self._report_nonfinite(found)
-            yield name, array
+    def params(self) -> Iterator[tuple[str, Array]]:
+        """`deferred_params`, whole."""
+        return ((name, whole(tensor)) for name, tensor in self.deferred_params())
 
     def read_buffer(self, hf_name: str) -> Array:
         """One of `buffers`."""
         return self._tensors.read(hf_name)
 
-    def _read(self, name: str, rows: tuple[int, int] | None) -> Array:
+    def _read(self, name: str, box: Sequence[tuple[int, int]] = ()) -> Array:
         stored = self._hf_name[name]
         if self._pairing == "half":
-            return self._tensors.read(stored, rows)
-        # whole heads are needed to reorder their channels
-        whole = convert_pairing(self.config.spec, name, self._tensors.read(stored), self._pairing)
-        return whole if rows is None else whole[rows[0] : rows[1]]
+            array = self._tensors.read(stored, box)
+        else:
+            # whole heads are needed to reorder their channels
+            full = convert_pairing(self.config.spec, name, self._tensors.read(stored), self._pairing)
+            array = full[tuple(slice(start, stop) for start, stop in box)]
+        if name == _EMBED and self._compared_head is not None:
+            self._check_tie(array, box)
+        return array
 
     def _report_nonfinite(self, found: Mapping[str, NonFinite]) -> None:
         listed = "; ".join(f"{self._hf_name[name]}: {bad}" for name, bad in found.items())
@@ -154,6 +162,7 @@ class HfCheckpoint(Closing):
                 f"{_some(unexpected)}."
             )
         self.has_tied_head = self.spec.tie_embeddings and _HEAD in found
+        self._compared_head: str | None = None
         return self._resolve_tie(found, tie_source) if self.has_tied_head else found
 
     def _resolve_tie(self, found: dict[str, str], tie_source: TieSource | None) -> dict[str, str]:
@@ -162,21 +171,29 @@ class HfCheckpoint(Closing):
         if _EMBED not in found or tie_source == "head":
             return {**found, _EMBED: head}
         if tie_source is None:
-            self._check_tie(found[_EMBED], head)
+            shape, other = self._tensors.info(found[_EMBED]).shape, self._tensors.info(head).shape
+            if shape != other:
+                raise self._tie_fault(found[_EMBED], head, f"shapes are {shape} and {other}")
+            self._compared_head = head
         return found
 
-    def _check_tie(self, embed: str, head: str) -> None:
-        shape, other = self._tensors.info(embed).shape, self._tensors.info(head).shape
+    def _check_tie(self, part: Array, box: Sequence[tuple[int, int]]) -> None:
+        """Compares a rectangle of the embedding with the same one of the stored head."""
+        assert self._compared_head is not None
+        full = within(box, self._params[_EMBED].shape)
+        assert full is not None
+        (first, stop), columns = full
         difference = 0.0
-        if shape == other:
-            for start in range(0, shape[0], _ROWS):
-                rows = (start, min(start + _ROWS, shape[0]))
-                a, b = self._tensors.read(embed, rows), self._tensors.read(head, rows)
-                difference = max(difference, largest_difference(a, b))
-            if difference == 0.0:
-                return
-        what = f"the largest difference is {difference:g}" if shape == other else f"shapes are {shape} and {other}"
-        raise ConversionError(
+        for start in range(first, stop, _ROWS):
+            rows = (start, min(start + _ROWS, stop))
+            head = self._tensors.read(self._compared_head, (rows, columns))
+            difference = max(difference, largest_difference(part[start - first : rows[1] - first], head))
+        if difference != 0.0:
+            what = f"the largest difference is {difference:g}"
+            raise self._tie_fault(self._hf_name[_EMBED], self._compared_head, what)
+
+    def _tie_fault(self, embed: str, head: str, what: str) -> ConversionError:
+        return ConversionError(
             f"{self.path}: tie_word_embeddings is true, but {embed} and {head} differ ({what}). Choose which one "
             "counts (tie source embed or head), or set tie_word_embeddings to false in config.json."
         )

@@ -37,10 +37,11 @@ class Plan:
         sequence_parallel: whether the tp ranks also share the positions of the residual stream.
         zero: what the dp ranks share beside samples: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
         zero_shard: number of dp ranks that share one copy of it; None for all of dp.
-        micro_batches: forward and backward passes of a step.
+        micro_batches: forward and backward passes of a step; None for as many as a step is given.
         global_batch_size: samples of a step; None for whatever the batch has.
         micro_batch_size: samples of a pass on one rank; None for global_batch_size / (micro_batches * dp).
-        precision: dtype of activations and of the weights that they meet.
+        precision: dtype of activations and of the weights that they meet; None for that of the session, float32 where
+            there is none.
         grad_dtype: dtype in which gradients are kept and summed over ranks; None for float64 in a float64 plan and
             float32 otherwise.
         pp: pipeline stages. vpp: parts that each pipeline rank has of the model. schedule: order of its passes; None
@@ -54,10 +55,10 @@ class Plan:
     sequence_parallel: bool = False
     zero: int = 0
     zero_shard: int | None = None
-    micro_batches: int = 1
+    micro_batches: int | None = None
     global_batch_size: int | None = None
     micro_batch_size: int | None = None
-    precision: PlanDType = "float32"
+    precision: PlanDType | None = None
     grad_dtype: PlanDType | None = None
     pp: int = 1
     vpp: int = 1
@@ -70,11 +71,13 @@ class Plan:
     def __post_init__(self) -> None:
         wrong = [fault for name in _HINTS if (fault := _fault(name, getattr(self, name)))]
         if wrong:
-            raise PlanError("\n".join(wrong))
+            raise PlanError("\n".join(f"plan: {fault}" for fault in wrong))
 
     @classmethod
-    def parse(cls, text: str) -> Plan:
+    def parse(cls, text: str, *, source: str = "plan") -> Plan:
         """The plan that `str` wrote: `name=value` entries between commas; a bare name of a flag means true.
+
+        source: what was given, such as "train.plan"; every line of an error begins with it.
 
         Raises PlanError, one line for each entry that is unknown, given twice or no value of its field.
         """
@@ -87,13 +90,13 @@ class Plan:
             if name not in _HINTS:
                 wrong.append(_unknown(name))
             elif name in values:
-                wrong.append(f"plan: {name} is given twice; leave one.")
+                wrong.append(f"{name} is given twice; leave one.")
             else:
                 values[name] = _value(name, word if equals else None)
                 if fault := _fault(name, values[name]):
                     wrong.append(fault)
         if wrong:
-            raise PlanError("\n".join(wrong))
+            raise PlanError("\n".join(f"{source}: {fault}" for fault in wrong))
         return cls(**values)
 
     def __str__(self) -> str:
@@ -110,6 +113,14 @@ class Plan:
         return prod((self.tp, self.dp, self.cp, self.pp))
 
     @property
+    def resolved_micro_batches(self) -> int:
+        return self.micro_batches or 1
+
+    @property
+    def resolved_precision(self) -> PlanDType:
+        return self.precision or "float32"
+
+    @property
     def resolved_grad_dtype(self) -> PlanDType:
         if self.grad_dtype is not None:
             return self.grad_dtype
@@ -119,7 +130,7 @@ class Plan:
     def samples_of_a_pass(self) -> int:
         """Samples of a micro-batch over all data ranks; one a rank if the plan does not say."""
         if self.micro_batch_size is None and self.global_batch_size is not None:
-            return self.global_batch_size // self.micro_batches
+            return self.global_batch_size // self.resolved_micro_batches
         return self.dp * (self.micro_batch_size or 1)
 
     @property
@@ -169,7 +180,7 @@ def _fault(name: str, value: Any) -> str | None:
     if is_right:
         return None
     shown = "without a value" if value == "" else repr(value)
-    return f"plan: {name} is {shown}; it must be {needed}."
+    return f"{name} is {shown}; it must be {needed}."
 
 
 def _unknown(name: str) -> str:
@@ -177,4 +188,4 @@ def _unknown(name: str) -> str:
     initials = [known for known in _HINTS if "".join(word[0] for word in known.split("_")) == name.lower()]
     close = initials or get_close_matches(name.lower(), _HINTS, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else f"the fields are {', '.join(_HINTS)}."
-    return f"plan: there is no field {name!r}; {hint}"
+    return f"there is no field {name!r}; {hint}"

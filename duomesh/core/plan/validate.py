@@ -7,7 +7,7 @@ second never hides the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import lcm
 
 from duomesh.core.plan.experts import experts
@@ -16,7 +16,7 @@ from duomesh.core.plan.problem import Problem, Problems, divisors, multiples, ne
 from duomesh.core.plan.rules import attentions, kv_copies
 from duomesh.core.spec.model import AttentionSpec, ModelSpec
 
-__all__ = ["check", "validate"]
+__all__ = ["check", "check_step", "validate"]
 
 
 def validate(spec: ModelSpec, plan: Plan, *, seq: int | None = None, world_size: int | None = None) -> list[Problem]:
@@ -36,6 +36,7 @@ def validate(spec: ModelSpec, plan: Plan, *, seq: int | None = None, world_size:
         *_ranks(plan, world_size),
         *_zero(plan),
         *_dtypes(plan),
+        *_narrow_sums(plan, plan.resolved_micro_batches),
         *_pipeline(spec, plan),
         *experts(spec, plan, seq),
         *_not_built(plan),
@@ -46,6 +47,14 @@ def validate(spec: ModelSpec, plan: Plan, *, seq: int | None = None, world_size:
 def check(spec: ModelSpec, plan: Plan, *, seq: int | None = None, world_size: int | None = None) -> None:
     """Raises PlanError with every problem, one a line. Arguments as of `validate`."""
     refuse(validate(spec, plan, seq=seq, world_size=world_size))
+
+
+def check_step(plan: Plan, samples: Sequence[int]) -> None:
+    """Raises PlanError if the batches of a step are not those that the plan states, with every reason.
+
+    samples: of each micro-batch, over all data ranks.
+    """
+    refuse([*_step(plan, samples), *_narrow_sums(plan, len(samples))])
 
 
 # What tp splits
@@ -127,8 +136,8 @@ def _batch(plan: Plan) -> Problems:
     total, size = plan.global_batch_size, plan.micro_batch_size
     if total is None:
         return
-    passes = f"micro_batches={plan.micro_batches}, dp={plan.dp}"
-    parts = plan.micro_batches * plan.dp
+    passes = f"micro_batches={plan.resolved_micro_batches}, dp={plan.dp}"
+    parts = plan.resolved_micro_batches * plan.dp
     if size is None:
         if total % parts:
             needed = f"the global batch must be a multiple of micro_batches*dp={parts}"
@@ -143,6 +152,22 @@ def _batch(plan: Plan) -> Problems:
         else:
             fix = f"use global_batch_size={multiples(total, per_pass)}, micro_batches={_multiples_of(total, per_pass)}"
         yield Problem(given, needed, fix)
+
+
+def _step(plan: Plan, samples: Sequence[int]) -> Problems:
+    if plan.micro_batches not in (None, len(samples)):
+        given = f"micro_batches={plan.micro_batches}, batches of the step: {len(samples)}"
+        yield Problem(given, "the plan states how many there are", f"give {plan.micro_batches} or change the plan")
+    shown = ", ".join(map(str, dict.fromkeys(samples)))
+    if plan.micro_batch_size is not None:
+        size = plan.micro_batch_size * plan.dp
+        if any(count != size for count in samples):
+            given = f"micro_batch_size={plan.micro_batch_size}, dp={plan.dp}, samples of a batch: {shown}"
+            needed = f"a batch has those of all data ranks, micro_batch_size*dp={size}"
+            yield Problem(given, needed, f"give {size} or change the plan")
+    if plan.global_batch_size not in (None, sum(samples)):
+        given = f"global_batch_size={plan.global_batch_size}, samples of the step's batches: {sum(samples)}"
+        yield Problem(given, "the plan states how many there are", f"give {plan.global_batch_size} or change the plan")
 
 
 def _multiples_of(number: int, of: int) -> str:
@@ -179,15 +204,18 @@ def _zero(plan: Plan) -> Problems:
 
 
 def _dtypes(plan: Plan) -> Problems:
-    allowed = {"float32": ("float32",), "bfloat16": ("float32", "bfloat16"), "float64": ("float64",)}[plan.precision]
-    grad_dtype = plan.resolved_grad_dtype
+    precision, grad_dtype = plan.resolved_precision, plan.resolved_grad_dtype
+    allowed = {"float32": ("float32",), "bfloat16": ("float32", "bfloat16"), "float64": ("float64",)}[precision]
     if grad_dtype not in allowed:
-        needed = f"gradients of a {plan.precision} step are kept in {' or '.join(allowed)}"
+        needed = f"gradients of a {precision} step are kept in {' or '.join(allowed)}"
         fix = f"use grad_dtype={' or '.join(allowed)}"
-        yield Problem(f"grad_dtype={grad_dtype}, precision={plan.precision}", needed, fix)
-    if grad_dtype == "bfloat16" and plan.micro_batches > 1:
+        yield Problem(f"grad_dtype={grad_dtype}, precision={precision}", needed, fix)
+
+
+def _narrow_sums(plan: Plan, micro_batches: int) -> Problems:
+    if plan.grad_dtype == "bfloat16" and micro_batches > 1:
         needed = "bfloat16 is too narrow to add up several micro-batches"
-        given = f"grad_dtype=bfloat16, micro_batches={plan.micro_batches}"
+        given = f"grad_dtype=bfloat16, micro_batches={micro_batches}"
         yield Problem(given, needed, "use grad_dtype=float32 or micro_batches=1")
 
 

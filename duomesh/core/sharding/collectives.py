@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
+from duomesh.core.ir.backward import recomputed_values
 from duomesh.core.ir.values import Axes, Value
 from duomesh.core.sharding.layouts import Extents, Layout, Step, dual_layout
 from duomesh.core.sharding.program import Reshard, ShardedCall, ShardedProgram
 from duomesh.core.sharding.storage import Bucket, Storage
 from duomesh.core.sharding.transitions import Action, Kind
 
-__all__ = ["Collective", "Phase", "StepShape", "step_collectives", "step_trace"]
+__all__ = ["Collective", "Phase", "ProgramLister", "StepShape", "inner_axes", "step_collectives", "step_trace"]
 
 Phase = Literal["forward", "backward", "recompute", "sync", "norm", "optimizer"]
 
@@ -89,7 +90,7 @@ class _Lister:
         for _, _, program in self._sharded.steps:
             name = program.program.name
             if name not in self._forward:
-                one = _ProgramLister(program, self._extents, has_segments=shape.has_segments)
+                one = ProgramLister(program, self._extents, has_segments=shape.has_segments)
                 self._forward[name], self._backward[name] = list(one.forward()), list(one.backward())
 
     def micro_batch(self) -> Iterator[Collective]:
@@ -142,7 +143,7 @@ class _Lister:
         return Collective(name, action.value, axes, phase, dtype, elements)
 
 
-class _ProgramLister:
+class ProgramLister:
     """One application of a program."""
 
     def __init__(self, sharded: ShardedProgram, extents: Extents, *, has_segments: bool) -> None:
@@ -156,9 +157,12 @@ class _ProgramLister:
             elif made.source not in self._absent:
                 yield from self._moves(made, self._sharded.layouts[made.source], made.ahead, "forward")
 
-    def backward(self) -> Iterator[Collective]:
-        """Only of values that the program's outputs depend on: no cotangent comes to others."""
-        again = {made.result: made for made in self._sharded.reshards() if made.regathers}
+    def backward(self, *, regathers: bool = True) -> Iterator[Collective]:
+        """Only of values that the program's outputs depend on: no cotangent comes to others.
+
+        regathers: whether what was gathered for one linear is gathered again.
+        """
+        again = {made.result: made for made in self._sharded.reshards() if made.regathers and regathers}
         reached: set[str | None] = {name for _, name in self._sharded.outputs}
         for made in reversed(self._sharded.instructions):
             if isinstance(made, Reshard):
@@ -176,6 +180,16 @@ class _ProgramLister:
                     yield from self._moves(kept, self._sharded.layouts[kept.source], kept.ahead, "recompute")
             yield from self._own(made, "backward")
 
+    def recomputed(self) -> Iterator[Collective]:
+        """What is done again of the forward pass if nothing but the program's inputs was kept for backward."""
+        needed = recomputed_values(self._sharded.program)
+        for made in self._sharded.instructions:
+            if isinstance(made, ShardedCall):
+                if needed.intersection(made.call.op.outputs):
+                    yield from self._own(made, "forward", "recompute")
+            elif self._sharded.origin[made.source] in needed and made.source not in self._absent:
+                yield from self._moves(made, self._sharded.layouts[made.source], made.ahead, "recompute")
+
     def _moves(self, made: Reshard, layout: Layout, path: Iterable[Step], phase: Phase) -> Iterator[Collective]:
         name = self._sharded.origin[made.source]
         value = self._sharded.program.values.get(name)
@@ -186,8 +200,10 @@ class _ProgramLister:
             op = f"{self._sharded.program.name}.{name}"
             yield Collective(op, step.action.value, step.axes, phase, dtype, elements)
 
-    def _own(self, made: ShardedCall, phase: Literal["forward", "backward"]) -> Iterator[Collective]:
-        """An op reduces over the axes that split what it cannot work on alone."""
+    def _own(
+        self, made: ShardedCall, phase: Literal["forward", "backward"], shown: Phase | None = None
+    ) -> Iterator[Collective]:
+        """An op reduces over the axes that split what it cannot work on alone. shown: the phase that it belongs to."""
         op = made.call.op
         axes = inner_axes(self._sharded, made)
         real = tuple(axis for axis in axes if self._extents.mesh.size(axis) > 1)
@@ -200,7 +216,7 @@ class _ProgramLister:
             if when == phase:
                 name = f"{self._sharded.program.name}.{op.name} {what}"
                 elements = self._extents.elements(kept, layout)
-                yield Collective(name, Action.ALL_REDUCE.value, real, phase, "wide", elements)
+                yield Collective(name, Action.ALL_REDUCE.value, real, shown or phase, "wide", elements)
 
 
 def inner_axes(sharded: ShardedProgram, made: ShardedCall) -> tuple[str, ...]:

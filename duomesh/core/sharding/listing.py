@@ -7,7 +7,7 @@ and count; for each parameter its three layouts and the axes over which its grad
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -18,7 +18,7 @@ from duomesh.core.sharding.layouts import Layout
 from duomesh.core.sharding.program import Reshard, ShardedProgram
 from duomesh.core.sharding.storage import Bucket, Storage
 
-__all__ = ["LayoutListing", "list_layout"]
+__all__ = ["LayoutListing", "list_collectives", "list_layout"]
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,7 @@ def list_layout(
         compute, grads: dtypes of activations and weights, and of gradients and their sums.
     """
     wide = "float64" if compute == "float64" else "float32"
-    dtypes = {"compute": compute, "wide": wide, "int": "int32", "grad": grads}
-    collectives = [_collective(c, dtypes) for c in step_collectives(storage, shape)]
+    collectives = list_collectives(step_collectives(storage, shape), compute=compute, grads=grads)
     sharded = storage.sharded
     applied = Counter(program.program.name for _, _, program in sharded.steps)
     return LayoutListing(
@@ -118,6 +117,15 @@ def list_layout(
         totals=_totals(collectives),
         per_rank=_per_rank(storage, DTYPES[compute].itemsize, DTYPES[grads].itemsize, DTYPES[wide].itemsize),
     )
+
+
+def list_collectives(
+    collectives: Iterable[Collective], *, compute: str = "bfloat16", grads: str = "float32"
+) -> list[dict[str, Any]]:
+    """Collectives as JSON values, with dtypes and bytes."""
+    wide = "float64" if compute == "float64" else "float32"
+    dtypes = {"compute": compute, "wide": wide, "int": "int32", "grad": grads}
+    return [_collective(c, dtypes) for c in collectives]
 
 
 def _collective(c: Collective, dtypes: Mapping[str, str]) -> dict[str, Any]:

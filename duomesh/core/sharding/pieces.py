@@ -7,7 +7,7 @@ a part of a row. Rows of padding belong to no piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
@@ -16,11 +16,12 @@ import numpy as np
 
 from duomesh.core.arrays import Array
 from duomesh.core.boxes import Box, Sliceable, cut, slices
-from duomesh.core.sharding.local import local_param, place_on, stored_indices
+from duomesh.core.ir.values import Param
+from duomesh.core.sharding.local import local_param, place_on, stored_indices, stored_positions
 from duomesh.core.sharding.storage import Bucket, Member, Storage
 from duomesh.core.sharding.transitions import Kind
 
-__all__ = ["Piece", "Span", "spans"]
+__all__ = ["Piece", "Span", "rectangles", "spans"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,19 @@ def _pieces(
             local, box = zip(*chosen, strict=True)
             yield Piece(box, done, sizes, slices(local, [first for first, _ in block]))
         done += prod(sizes)
+
+
+def rectangles(param: Param, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[Box, tuple[slice, ...]]]:
+    """The part of a whole parameter that has every logical axis within its range, as rectangles.
+
+    ranges: [start, stop) along each logical axis, padding included.
+
+    Yields each rectangle, and its index in the array of the part with stored dims.
+    """
+    runs = [_runs(positions) for positions in stored_positions(param, ranges)]
+    for chosen in product(*runs):
+        box = tuple((position, position + length) for _, position, length in chosen)
+        yield box, tuple(slice(place, place + length) for place, _, length in chosen)
 
 
 def _blocks(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:

@@ -15,6 +15,7 @@ __all__ = ["Chart", "Point", "Series", "moving_mean", "number"]
 Point = tuple[float, float | None]  # None breaks the line
 
 _TOP, _BOTTOM, _LEFT = 26.0, 30.0, 48.0
+_NAME_ROW, _NAME_CHARACTER = 15.0, 7.4  # height and width of a region's name, about
 _MAX_POINTS = 1500  # more are thinned to the lowest and highest of each stretch
 
 
@@ -32,7 +33,8 @@ class Series:
 class Chart:
     """What to draw.
 
-    regions: (first x, name) of stretches along x, such as backends; named at the top and parted by a line.
+    regions: (first x, name) of stretches along x, such as backends; parted by a line and named at the top, in a row
+        below where names would overlap.
     ticks: x positions marked on the axis, such as skipped steps.
     """
 
@@ -52,8 +54,10 @@ class Chart:
         x_low, x_high = min(x for x, _ in found), max(x for x, _ in found)
         y_ticks = _nice_ticks(0 if self.has_zero else min(y for _, y in found), max(y for _, y in found), 5)
         x_of = _scale(x_low, x_high, _LEFT, self.width - self.right)
-        y_of = _scale(y_ticks[0], y_ticks[-1], self.height - _BOTTOM, _TOP)
-        parts = [*self._axes(x_low, x_high, y_ticks, x_of, y_of), *self._regions(x_of, x_high)]
+        names = self._names(x_of)
+        rows = 1 + max((row for _, row, _ in names), default=0)
+        y_of = _scale(y_ticks[0], y_ticks[-1], self.height - _BOTTOM, _TOP + (rows - 1) * _NAME_ROW)
+        parts = [*self._axes(x_low, x_high, y_ticks, x_of, y_of), *self._regions(x_of, names)]
         for series in self.series:
             parts += _line(series, x_of, y_of)
         parts += self._end_labels(x_of, y_of)
@@ -84,16 +88,28 @@ class Chart:
         ]
         return parts
 
-    def _regions(self, x_of: _Scale, x_high: float) -> list[str]:
-        parts = []
+    def _names(self, x_of: _Scale) -> list[tuple[float, int, str]]:
+        """(x, row, name) of each region; a name goes to the first row in which it has room."""
+        out: list[tuple[float, int, str]] = []
+        ends: list[float] = []
         for i, (first, name) in enumerate(self.regions):
-            x = max(x_of(first), _LEFT)
-            if i:
-                parts.append(
-                    f'<line class="switch" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 14}" y2="{self.height - _BOTTOM}"/>'
-                )
-            parts.append(f'<text class="region" x="{x + (6 if i else 0):.1f}" y="{_TOP - 8}">{escape(name)}</text>')
-        return parts
+            length = len(name) * _NAME_CHARACTER
+            x = max(_LEFT, min(x_of(first) + (6 if i else 0), self.width - length))
+            row = next((row for row, end in enumerate(ends) if end < x), len(ends))
+            ends[row : row + 1] = [x + length + 2 * _NAME_CHARACTER]
+            out.append((x, row, name))
+        return [entry for entry in out if entry[2]]
+
+    def _regions(self, x_of: _Scale, names: Sequence[tuple[float, int, str]]) -> list[str]:
+        top, bottom = _TOP - 14, self.height - _BOTTOM
+        places = [max(x_of(first), _LEFT) for first, _ in self.regions[1:]]
+        return [
+            *(f'<line class="switch" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>' for x in places),
+            *(
+                f'<text class="region" x="{x:.1f}" y="{_TOP - 8 + row * _NAME_ROW:.1f}">{escape(name)}</text>'
+                for x, row, name in names
+            ),
+        ]
 
     def _end_labels(self, x_of: _Scale, y_of: _Scale) -> list[str]:
         """The last value of each labelled series, moved apart where they would overlap."""

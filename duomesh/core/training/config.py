@@ -110,15 +110,16 @@ class RunConfig:
     dtype: ComputeDType = "float32"  # bfloat16 keeps an fp32 master
     seed: int = 1234  # of the initial weights
     eval_every: int = 0  # steps between evaluations; 0 for one at the end
-    eval_batches: int = 16  # micro-batches an evaluation; 0 for none at all, -1 for the whole set
+    eval_batches: int = 16  # global batches of samples an evaluation; 0 for none at all, -1 for the whole set
     checkpoint_every: int = 0  # steps between checkpoints; 0 for one at the end
     keep: int = 2  # newest checkpoints that are kept; 0 for all
+    check_invariants_every: int = 0  # steps between comparisons of what ranks must hold alike; 0 for none
     max_skipped: int = 5  # steps skipped in a row before the run stops
     log_every: int = 10  # steps between printed lines where there is no terminal
     output: str = "run"  # folder of checkpoints, metrics and report
     resume: Literal["never", "if_present", "must"] = "never"
     backend: Literal["torch", "jax"] = "torch"
-    plan: str = ""  # layout on several ranks, such as "tp=2,dp=2,zero=1"; torch only
+    plan: str = ""  # layout on several ranks or devices, such as "tp=2,dp=2,zero=1"
     device: str | None = None  # such as "cpu" or "cuda"; the best there is if not given
     compile: bool = False
 
@@ -133,6 +134,11 @@ class RunConfig:
             global_batch_size=self.global_batch_size,
             precision=self.dtype,
         )
+
+    @property
+    def evaluated_samples(self) -> int | None:
+        """The most samples that an evaluation takes, whatever the plan and the micro-batch; None for the whole set."""
+        return None if self.eval_batches == -1 else self.eval_batches * self.global_batch_size
 
     @property
     def samples_of_a_pass(self) -> int:
@@ -222,16 +228,16 @@ def _optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
 
 def _run(run: RunConfig) -> Iterator[str]:
     positive = ("steps", "stop_step", "global_batch_size", "micro_batch_size", "max_skipped", "log_every")
-    counts = ("eval_every", "checkpoint_every", "keep")
+    counts = ("eval_every", "checkpoint_every", "keep", "check_invariants_every")
     yield from _ranges("train", run, dict.fromkeys(positive, "positive") | dict.fromkeys(counts, "not negative"))
     if run.eval_batches < -1:
         yield f"train.eval_batches is {run.eval_batches}; it must be a count, 0 for none or -1 for the whole set."
     if run.stop_step is not None and run.stop_step > run.steps:
         yield f"train.stop_step={run.stop_step} is after the last step, train.steps={run.steps}."
     try:
-        plan = Plan.parse(run.plan)
+        plan = Plan.parse(run.plan, source="train.plan")
     except PlanError as error:
-        yield f"train.plan: {error}"
+        yield from str(error).split("\n")
         return
     for name in ("micro_batches", "micro_batch_size", "global_batch_size", "precision"):
         if getattr(plan, name) != getattr(Plan(), name):

@@ -68,13 +68,15 @@ class Console:
     def row(self, row: Row) -> None:
         if isinstance(row, StepRow):
             self._step(row)
+        elif isinstance(row, ValidationRow) and not row.targets:
+            self.note(f"step {row.step}: no targets in {row.samples:,} validation samples")
         elif isinstance(row, ValidationRow):
             self._validation = f"  val {row.loss:.4f}"
             self.note(f"step {row.step}: validation loss {row.loss:.4f} over {row.samples:,} samples")
         elif isinstance(row, CheckpointRow):
             self.note(f"step {row.step}: saved {row.path} in {duration(row.seconds)}")
         elif isinstance(row, RunRow) and row.step:
-            self.note(f"resumed after step {row.step} on {row.backend}")
+            self.note(f"resumed after step {row.step} on {row.backend} {row.plan}".rstrip())
 
     def _step(self, row: StepRow) -> None:
         if row.is_skipped:

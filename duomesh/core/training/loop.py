@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from duomesh.core.activity import doing
+from duomesh.core.activity import doing, each
 from duomesh.core.batch import Batch
 from duomesh.core.checkpoint import TrainingState, checkpoint_path, find_fault, keep_last, write_checkpoint
 from duomesh.core.data.sampler import Sampler
 from duomesh.core.dropout import DropoutKey
-from duomesh.core.errors import TrainingError
+from duomesh.core.errors import DuomeshWarning, TrainingError
 from duomesh.core.peers import ALONE, Peers, together
 from duomesh.core.session import Session, StepResult
 from duomesh.core.spec.codec import encode
@@ -30,6 +31,8 @@ from duomesh.core.training.resume import checkpoints_in
 from duomesh.core.training.schedule import learning_rate
 
 __all__ = ["Progress", "TrainingData", "evaluate", "train"]
+
+_REMOVING_S = 300.0  # a limit on the removal of old checkpoints, however large they are
 
 
 @dataclass(frozen=True)
@@ -82,38 +85,49 @@ def train(
     Raises:
         TrainingError: `train.max_skipped` steps were skipped in a row.
         OutputError: a checkpoint cannot be written.
+        BackendError: ranks hold different values where the plan has equal ones (`train.check_invariants_every`).
     """
     run = config.train
     last_step = run.stop_step or run.steps
     saved_step, skipped_in_a_row = progress.step, 0
 
     while progress.step < last_step and not _is_interrupted(interrupt, peers):
-        began = time.perf_counter()
         step = progress.step + 1
-        with doing(f"step {step}, data"):
-            batches = data.train.batches(progress.consumed_samples, run.global_batch_size, run.samples_of_a_pass)
-        rate = learning_rate(step, run.steps, config.optimizer)
-        result = session.train_step(batches, rate, dropout=DropoutKey(run.seed, step))
-        log(_step_row(step, rate, result, batches, time.perf_counter() - began, run.backend))
-
-        skipped_in_a_row = skipped_in_a_row + 1 if result.is_skipped else 0
-        if skipped_in_a_row == run.max_skipped:
-            ids = data.train.sample_ids(progress.consumed_samples, run.global_batch_size)
-            raise TrainingError(
-                _explain_skips(session, batches, ids.tolist(), DropoutKey(run.seed, step), skipped_in_a_row)
-            )
-        progress = progress.after(result, batches)
-
         is_last = step == last_step
-        if data.validation is not None and (is_last or _is_due(step, run.eval_every)):
-            log(evaluate(session, data.validation, run.eval_batches, run.samples_of_a_pass, step))
-        if is_last or _is_due(step, run.checkpoint_every):
-            log(_save(session, data, config, progress, peers))
-            saved_step = step
+        with doing(f"step {step}"):
+            batches, result = _step(session, data, config, progress, log)
+            skipped_in_a_row = skipped_in_a_row + 1 if result.is_skipped else 0
+            if skipped_in_a_row == run.max_skipped:
+                ids = data.train.sample_ids(progress.consumed_samples, run.global_batch_size)
+                raise TrainingError(
+                    _explain_skips(session, batches, ids.tolist(), DropoutKey(run.seed, step), skipped_in_a_row)
+                )
+            progress = progress.after(result, batches)
+            if _is_due(step, run.check_invariants_every):
+                session.check_invariants(batches[0])
+            if data.validation is not None and (is_last or _is_due(step, run.eval_every)):
+                log(evaluate(session, data.validation, run.evaluated_samples, run.samples_of_a_pass, step))
+            if is_last or _is_due(step, run.checkpoint_every):
+                log(_save(session, data, config, progress, peers))
+                saved_step = step
 
     if progress.step > saved_step:
         log(_save(session, data, config, progress, peers))
     return progress
+
+
+def _step(
+    session: Session, data: TrainingData, config: TrainConfig, progress: Progress, log: Callable[[Row], None]
+) -> tuple[list[Batch], StepResult]:
+    """The next step, from its data to its row of the record."""
+    began = time.perf_counter()
+    run, step = config.train, progress.step + 1
+    with doing(f"step {step}, data"):
+        batches = data.train.batches(progress.consumed_samples, run.global_batch_size, run.samples_of_a_pass)
+    rate = learning_rate(step, run.steps, config.optimizer)
+    result = session.train_step(batches, rate, dropout=DropoutKey(run.seed, step))
+    log(_step_row(step, rate, result, batches, time.perf_counter() - began, run.backend))
+    return batches, result
 
 
 def _is_interrupted(interrupt: Interrupt, peers: Peers) -> bool:
@@ -147,21 +161,36 @@ def _step_row(
 
 
 def evaluate(
-    session: Session, samples: Sampler, num_batches: int, micro_batch_size: int, step: int = 0
+    session: Session, samples: Sampler, num_samples: int | None, samples_of_a_pass: int, step: int = 0
 ) -> ValidationRow:
-    """The mean loss over all targets of the first `num_batches` batches, -1 for the whole set.
+    """The mean loss over all targets of the first `num_samples` samples, None for the whole set.
 
-    Sums and counts are added up before dividing, so a ragged last batch weighs what it holds. It is filled up with
+    Sums and counts are added up before dividing, so a ragged last pass weighs what it holds. It is filled up with
     rows without targets: a shape that occurs once would be compiled for one use.
+
+    Warns:
+        DuomeshWarning: there is no target; the loss is 0.
     """
-    count = samples.num_samples if num_batches == -1 else min(samples.num_samples, num_batches * micro_batch_size)
+    count = samples.num_samples if num_samples is None else min(samples.num_samples, num_samples)
     loss_sum = weight_sum = 0.0
-    for first in range(0, count, micro_batch_size):
-        ids = samples.sample_ids(first, min(micro_batch_size, count - first))
-        batch_loss, weight = session.eval_loss(samples.batch(ids, rows=micro_batch_size))
+    for first in range(0, count, samples_of_a_pass):
+        ids = samples.sample_ids(first, min(samples_of_a_pass, count - first))
+        batch_loss, weight = session.eval_loss(samples.batch(ids, rows=samples_of_a_pass))
         loss_sum, weight_sum = loss_sum + batch_loss, weight_sum + weight
-    mean = loss_sum / weight_sum if weight_sum else math.nan
-    return ValidationRow(step=step, time=time.time(), loss=mean, samples=count, tokens=count * samples.seq_len)
+    if weight_sum == 0:
+        warnings.warn(
+            f"validation after step {step} has no targets: no token of its {count} samples counts.",
+            DuomeshWarning,
+            stacklevel=2,
+        )
+    return ValidationRow(
+        step=step,
+        time=time.time(),
+        loss=loss_sum / (weight_sum or 1.0),
+        samples=count,
+        tokens=count * samples.seq_len,
+        targets=weight_sum,
+    )
 
 
 def _save(session: Session, data: TrainingData, config: TrainConfig, progress: Progress, peers: Peers) -> CheckpointRow:
@@ -181,11 +210,12 @@ def _save(session: Session, data: TrainingData, config: TrainConfig, progress: P
         compute_dtype=session.compute_dtype,
         optimizer=config.optimizer.adamw,
     )
-    with doing(f"step {progress.step}, saving", stall_s=math.inf):  # however large it is
+    saving = f"step {progress.step}, saving"
+    with doing(saving):
         write_checkpoint(
             target,
             session.program.spec,
-            session.owned_state(),
+            each(saving, session.owned_state()),
             boxes=session.owned_boxes(),
             peers=peers,
             training=state,
@@ -195,7 +225,8 @@ def _save(session: Session, data: TrainingData, config: TrainConfig, progress: P
             # a damaged one of the same step, which the resume passed over, is replaced
             overwrite=peers.rank == 0 and target.exists() and find_fault(target) is not None,
         )
-    together(peers, lambda: keep_last(root, config.train.keep) if peers.rank == 0 else [])
+    with doing(f"step {progress.step}, removing old checkpoints", stall_s=_REMOVING_S):
+        together(peers, lambda: keep_last(root, config.train.keep) if peers.rank == 0 else [])
     return CheckpointRow(step=progress.step, time=time.time(), path=str(target), seconds=time.perf_counter() - began)
 
 

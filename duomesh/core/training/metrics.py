@@ -21,13 +21,14 @@ __all__ = ["CheckpointRow", "Metrics", "Row", "RunRow", "StepRow", "ValidationRo
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """A process took up the run after `step` steps."""
+    """A command took up the run after `step` steps. plan: as `str(Plan)` writes it; empty for one device."""
 
     kind: ClassVar[str] = "run"
     step: int
     time: float  # seconds since 1970, as in every row
     backend: str
     dtype: str
+    plan: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -50,7 +51,10 @@ class StepRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationRow:
-    """Mean loss over the targets of `samples` validation samples, after `step` steps."""
+    """Mean loss over the targets of `samples` validation samples, after `step` steps.
+
+    targets: their weight. Without any the loss is 0, which says nothing.
+    """
 
     kind: ClassVar[str] = "validation"
     step: int
@@ -58,6 +62,7 @@ class ValidationRow:
     loss: float
     samples: int
     tokens: int
+    targets: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ _SMOOTHED_FROM = 80  # steps from which the loss is also drawn smoothed
 _KINDS = {"attention": "attention", "mlp": "feed-forward", "embed": "embedding", "head": "head"}
 
 Rows = Sequence[Mapping[str, Any]]
+Region = tuple[float, str]
 
 
 def installed_versions() -> dict[str, str]:
@@ -38,24 +39,26 @@ def installed_versions() -> dict[str, str]:
     return out
 
 
-def write_report(path: Path, rows: Rows, resolved: Resolved, program: ModelProgram) -> None:
-    """Writes the report of the rows that `metrics.read_rows` gave. Raises OutputError."""
+def write_report(path: Path, rows: Rows, resolved: Resolved, program: ModelProgram, failure: str = "") -> None:
+    """Writes the report of the rows that `metrics.read_rows` gave. failure: why the run ended. Raises OutputError."""
     import jinja2
 
     template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     steps = [row for row in rows if row.get("kind") == "step"]
-    validations = [row for row in rows if row.get("kind") == "validation"]
+    # a loss over no targets is none
+    validations = [row for row in rows if row.get("kind") == "validation" and row.get("targets") != 0]
     runs = [row for row in rows if row.get("kind") == "run"]
     html = environment.from_string(template).render(
         title=Path(resolved.config.train.output).resolve().name,
-        subtitle=_subtitle(program, steps, runs),
+        subtitle=_subtitle(program, _regions(rows), runs),
         written=time.strftime("%Y-%m-%d %H:%M"),
+        failure=failure,
         tiles=_tiles(steps, validations, resolved),
-        loss=_loss_chart(steps, validations),
+        loss=_loss_chart(steps, validations, _regions(rows)),
         window=_window(steps),
         num_skipped=sum(row["is_skipped"] for row in steps),
-        small=_small_charts(steps),
+        small=_small_charts(steps, _regions(rows)),
         settings=_settings(resolved),
         model=_model(program),
         parts=_parts(program),
@@ -65,11 +68,11 @@ def write_report(path: Path, rows: Rows, resolved: Resolved, program: ModelProgr
     publish_file(path, html.encode())
 
 
-def _subtitle(program: ModelProgram, steps: Rows, runs: Rows) -> str:
-    backends = " → ".join(name for _, name in _regions(steps)) or (runs[-1]["backend"] if runs else "")
+def _subtitle(program: ModelProgram, regions: Sequence[Region], runs: Rows) -> str:
+    places = " → ".join(name for _, name in regions) or (_place(runs[-1]) if runs else "")
     dtypes = ", ".join(dict.fromkeys(row["dtype"] for row in runs))
     size = f"{number(program.num_params)} parameters, {program.spec.num_layers} layers"
-    return " · ".join(part for part in (size, backends, dtypes) if part)
+    return " · ".join(part for part in (size, places, dtypes) if part)
 
 
 def _tiles(steps: Rows, validations: Rows, resolved: Resolved) -> list[tuple[str, str, str]]:
@@ -105,16 +108,26 @@ def _window(steps: Rows) -> int:
     return max(5, len(steps) // 40) if len(steps) >= _SMOOTHED_FROM else 1
 
 
-def _regions(steps: Rows) -> list[tuple[float, str]]:
-    """(first step, backend) of each stretch that one backend ran."""
-    out: list[tuple[float, str]] = []
-    for row in steps:
-        if not out or out[-1][1] != row["backend"]:
-            out.append((row["step"], row["backend"]))
+def _place(run: Mapping[str, Any]) -> str:
+    """Where a part of the run was made: "torch", "jax dp=2,tp=4". Records of older versions have no plans."""
+    return f"{run['backend']} {run.get('plan', '')}".rstrip()
+
+
+def _regions(rows: Rows) -> list[Region]:
+    """(first step, place) of each stretch of steps that were made in one place, in the order of the record."""
+    out: list[Region] = []
+    run: Mapping[str, Any] = {}
+    for row in rows:
+        if row.get("kind") == "run":
+            run = row
+        elif row.get("kind") == "step":
+            place = _place(run if run.get("backend") == row["backend"] else row)
+            if not out or out[-1][1] != place:
+                out.append((row["step"], place))
     return out
 
 
-def _loss_chart(steps: Rows, validations: Rows) -> str:
+def _loss_chart(steps: Rows, validations: Rows, regions: Sequence[Region]) -> str:
     # a skipped step's loss is that of no update
     raw: list[Point] = [(row["step"], None if row["is_skipped"] else row["loss"]) for row in steps]
     lines = _with_mean(raw, _window(steps), "training")
@@ -125,7 +138,7 @@ def _loss_chart(steps: Rows, validations: Rows) -> str:
         width=1040,
         height=360,
         title="loss by step",
-        regions=_regions(steps),
+        regions=regions,
         ticks=[row["step"] for row in steps if row["is_skipped"]],
         right=128,
     ).svg()
@@ -138,7 +151,7 @@ def _with_mean(points: list[Point], window: int, label: str = "") -> list[Series
     return [Series("train faint", points), Series("train", moving_mean(points, window), label)]
 
 
-def _small_charts(steps: Rows) -> list[tuple[str, str, str]]:
+def _small_charts(steps: Rows, regions: Sequence[Region]) -> list[tuple[str, str, str]]:
     """(title, remark, chart)."""
     wanted = (
         ("tokens_per_s", "Tokens per second", "of the step alone"),
@@ -154,7 +167,7 @@ def _small_charts(steps: Rows) -> list[tuple[str, str, str]]:
                 width=336,
                 height=200,
                 title=title,
-                regions=_regions(steps)[1:] and [(x, "") for x, _ in _regions(steps)],
+                regions=[(x, "") for x, _ in regions],
                 has_zero=True,
             ).svg(),
         )
@@ -219,4 +232,5 @@ def _run(row: Mapping[str, Any]) -> tuple[str, str, str]:
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"]))
     where = f"after step {row['step']:,}" if row["step"] else "from the start"
     library = row["versions"].get(row["backend"])
-    return started, where, f"{row['backend']} {library or ''}".strip() + f", {row['dtype']}"
+    what = (f"{row['backend']} {library or ''}".strip(), row["dtype"], row.get("plan", "").replace(",", " "))
+    return started, where, ", ".join(filter(None, what))

@@ -37,6 +37,7 @@ _FREE = _LOCAL | {
     "train.eval_batches",
     "train.checkpoint_every",
     "train.keep",
+    "train.check_invariants_every",
     "train.max_skipped",
     "train.backend",
     "train.compile",

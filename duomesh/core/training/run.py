@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
-from duomesh.core.data.corpus import Corpus, read_corpus
+from duomesh.core.activity import doing
+from duomesh.core.data.corpus import Corpus, find_files, read_corpus
 from duomesh.core.data.sampler import Sampler
 from duomesh.core.data.tokenizer import Tokenizer, check_rows, load_tokenizer
-from duomesh.core.errors import CheckpointError, ConfigError, DataError, DuomeshError, OutputError
+from duomesh.core.errors import DataError, DuomeshError, OutputError
+from duomesh.core.ir.build import build_program
 from duomesh.core.peers import ALONE, Peers, together
-from duomesh.core.plan.validate import check
+from duomesh.core.plan.plan import Plan
 from duomesh.core.session import Session
-from duomesh.core.spec.codec import encode
 from duomesh.core.spec.model import ModelSpec
-from duomesh.core.spec.serialize import spec_differences
+from duomesh.core.training.begin import Beginning, FindModel, begin
 from duomesh.core.training.config import RunConfig, TrainConfig
 from duomesh.core.training.console import Console
 from duomesh.core.training.interrupt import Interrupt
@@ -32,21 +33,32 @@ from duomesh.core.training.metrics import Metrics, Row, RunRow, read_rows
 from duomesh.core.training.model import Model
 from duomesh.core.training.report import installed_versions, write_report
 from duomesh.core.training.resolve import Resolved
-from duomesh.core.training.resume import Start, check_data, find_start
+from duomesh.core.training.resume import Start, check_data
 
-__all__ = ["METRICS", "REPORT", "FindModel", "MakeSession", "Outcome", "run_training"]
+__all__ = [
+    "METRICS",
+    "REPORT",
+    "MakeSession",
+    "Outcome",
+    "report_failure",
+    "run_training",
+]
 
 METRICS, REPORT, LOCK = "metrics.jsonl", "report.html", ".lock"
 
-FindModel = Callable[[TrainConfig], Model]
+_TEXT_BYTES_PER_S = 250e3  # of a slow tokenizer
+# Limits on two things that have nothing to be measured by: a scan of folders; a session, with every process group
+_FINDING_S, _MAKING_S = 300.0, 300.0
+
 MakeSession = Callable[[ModelSpec, RunConfig], Session]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to. signal: the one that ended it early, if any."""
+    """What a run came to. total_steps: as configured. signal: the one that ended it early, if any."""
 
     progress: Progress
+    total_steps: int
     seconds: float
     output: Path
     checkpoint: Path | None
@@ -72,15 +84,14 @@ def run_training(
         DuomeshError: anything that the user can act on; checkpoints that were written before stay.
     """
     console = Console(StringIO()) if peers.rank else console
-    start = find_start(resolved, peers)
-    config = start.resolved.config
-    output = Path(config.train.output)
+    beginning = begin(resolved, find_model, peers)
+    start, model = beginning.start, beginning.model
+    output = Path(start.resolved.config.train.output)
     for note in start.notes:
         console.note(note)
-    model = together(peers, lambda: _find_model(start, find_model))
-    check(model.spec, config.train.full_plan, seq=config.data.seq_len)
-    data = together(peers, lambda: _load_data(start, model.spec, console))
-    _check_same_text(peers, data.fingerprint)
+    with doing("reading the text"):
+        data = together(peers, lambda: _load_data(start, model.spec, console))
+        _check_same_text(peers, data.fingerprint)
     with ExitStack() as lock:
 
         def take_folder() -> None:
@@ -88,7 +99,8 @@ def run_training(
                 _make_folder(output)
                 lock.enter_context(_only_run(output))
 
-        together(peers, take_folder)
+        with doing("making the output folder"):
+            together(peers, take_folder)
         return _run(start, model, data, make_session, console, peers)
 
 
@@ -113,9 +125,12 @@ def _run(
 ) -> Outcome:
     config = start.resolved.config
     output = Path(config.train.output)
-    session = make_session(model.spec, config.train)
-    progress = _load_session(session, start, model)
-    metrics = together(peers, lambda: None if peers.rank else Metrics(output / METRICS, progress.step))
+    with doing("making the session", stall_s=_MAKING_S):
+        session = make_session(model.spec, config.train)
+    with doing("loading"):
+        progress = _load_session(session, start, model)
+    with doing("opening the record"):
+        metrics = together(peers, lambda: None if peers.rank else Metrics(output / METRICS, progress.step))
     began = time.perf_counter()
 
     def log(row: Row) -> None:
@@ -123,23 +138,26 @@ def _run(
             metrics.write(row)
             console.row(row)
 
-    def report() -> None:
+    def report(failure: str = "") -> None:
         if metrics is not None:
-            write_report(output / REPORT, read_rows(output / METRICS), start.resolved, session.program)
+            write_report(output / REPORT, read_rows(output / METRICS), start.resolved, session.program, failure)
 
     try:
         with Interrupt() as interrupt, console.running(progress.step, config.train):
             log(_run_row(progress, config))
             progress = train(session, data, config, progress, log, interrupt, peers)
-    except DuomeshError:
+    except Exception as error:
         # a run that failed is the one whose curve is looked at first; its own error is the one that counts
+        is_ours = isinstance(error, DuomeshError)
         with suppress(OutputError):
-            report()
+            report(str(error) if is_ours else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
         raise
-    together(peers, report)
+    with doing("writing the report"):
+        together(peers, report)
     saved = [row["path"] for row in read_rows(output / METRICS) if row.get("kind") == "checkpoint"]
     return Outcome(
         progress=progress,
+        total_steps=config.train.steps,
         seconds=time.perf_counter() - began,
         output=output,
         checkpoint=Path(saved[-1]) if saved else None,
@@ -148,12 +166,29 @@ def _run(
     )
 
 
+def report_failure(beginning: Beginning, error: DuomeshError, since: float) -> None:
+    """Writes the report of a run that has failed, for ranks that cannot do it any more.
+
+    Nothing is written if the run had no record yet: what is in the folder is then another run's.
+
+    Args:
+        since: when the run began, in seconds since 1970.
+    """
+    resolved = beginning.start.resolved
+    output = Path(resolved.config.train.output)
+    rows = read_rows(output / METRICS)
+    if any(row.get("kind") == "run" and row.get("time", 0.0) >= since for row in rows):
+        with suppress(OutputError), _only_run(output):
+            write_report(output / REPORT, rows, resolved, build_program(beginning.model.spec), str(error))
+
+
 def _run_row(progress: Progress, config: TrainConfig) -> RunRow:
     return RunRow(
         step=progress.step,
         time=time.time(),
         backend=config.train.backend,
         dtype=config.train.dtype,
+        plan=str(Plan.parse(config.train.plan)),
         versions=installed_versions(),
     )
 
@@ -163,24 +198,6 @@ def _make_folder(output: Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot write {output}: {error.strerror}. Choose another train.output.") from None
-
-
-def _find_model(start: Start, find_model: FindModel) -> Model:
-    """The configured model; at resume it must be that of the checkpoint, whose weights then count."""
-    config, checkpoint = start.resolved.config, start.checkpoint
-    if checkpoint is None:
-        if config.model.preset is None and config.model.path is None:
-            raise ConfigError("no model is named; set model.preset or model.path.")
-        return find_model(config)
-    if encode(config.model) != checkpoint.config.get("model"):
-        differences = spec_differences(find_model(config).spec, checkpoint.spec)
-        if differences:
-            raise CheckpointError(
-                f"the configured model is not that of {checkpoint.path}: {'; '.join(differences[:8])} "
-                "(configured, checkpoint). A model cannot change at resume: restore [model], or start in another "
-                "train.output."
-            )
-    return Model(checkpoint.spec)
 
 
 def _load_data(start: Start, spec: ModelSpec, console: Console) -> TrainingData:
@@ -203,6 +220,9 @@ def _load_data(start: Start, spec: ModelSpec, console: Console) -> TrainingData:
 
 def _read(config: TrainConfig, tokenizer: Tokenizer) -> Corpus:
     data = config.data
+    doing("finding the text", stall_s=_FINDING_S)
+    files = find_files([*data.paths, *data.validation_paths], data.patterns)
+    doing("reading the text", more_s=sum(file.stat().st_size for file in files) / _TEXT_BYTES_PER_S)
     return read_corpus(
         data.paths,
         tokenizer,

@@ -20,16 +20,19 @@ from duomesh.backends.jax.ops.dense import (
 )
 from duomesh.backends.jax.ops.dropout import dropout
 from duomesh.backends.jax.ops.loss import cross_entropy, masked_sum
+from duomesh.backends.jax.ops.split import Split, gathered_linear, split_cross_entropy, split_embedding, split_norm
 from duomesh.core.ir.ops import EXPERT_KINDS, KINDS
 
 __all__ = [
     "OPS",
+    "Split",
     "activation",
     "add",
     "attention",
     "cross_entropy",
     "dropout",
     "embedding",
+    "gathered_linear",
     "glu",
     "linear",
     "masked_sum",
@@ -38,6 +41,9 @@ __all__ = [
     "rope_table",
     "scale",
     "softcap",
+    "split_cross_entropy",
+    "split_embedding",
+    "split_norm",
 ]
 
 OPS: dict[str, Callable[..., Any]] = {kind: globals()[kind] for kind in KINDS if kind not in EXPERT_KINDS}

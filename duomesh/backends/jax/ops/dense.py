@@ -36,23 +36,26 @@ def _spread(weight: Array, like: Array) -> Array:
     return jnp.broadcast_to(wide(weight), like.shape).astype(like.dtype)
 
 
-@jax.custom_vjp
 def embedding(ids: Array, weight: Array) -> Array:
     """[B, S] ids -> [B, S, H]. The gradient of a row that occurs many times is summed in the wide dtype."""
+    return _embedding(ids, weight, weight.shape[0])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _embedding(ids: Array, weight: Array, rows: int) -> Array:
     return weight[ids]
 
 
-def _embedding_forward(ids: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
-    return weight[ids], (ids, weight)
+def _embedding_forward(ids: Array, weight: Array, rows: int) -> tuple[Array, Array]:
+    return weight[ids], ids  # not the weight: it may have been gathered
 
 
-def _embedding_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[None, Array]:
-    ids, weight = saved
-    zeros = jnp.zeros(weight.shape, wide(weight).dtype)
-    return None, zeros.at[ids].add(cotangent.astype(zeros.dtype)).astype(weight.dtype)
+def _embedding_backward(rows: int, ids: Array, cotangent: Array) -> tuple[None, Array]:
+    zeros = jnp.zeros((rows, cotangent.shape[-1]), wide(cotangent).dtype)
+    return None, zeros.at[ids].add(cotangent.astype(zeros.dtype)).astype(cotangent.dtype)
 
 
-embedding.defvjp(_embedding_forward, _embedding_backward)
+_embedding.defvjp(_embedding_forward, _embedding_backward)
 
 
 def scale(x: Array, *, factor: float) -> Array:
@@ -73,23 +76,22 @@ def norm(
 ) -> Array:
     """Over the last `norm_dims` dims together, statistics in at least fp32; returns x's dtype."""
     shape = x.shape
-    x = x.reshape(*shape[: len(shape) - norm_dims], -1)
 
     @_recomputed
-    def normalise(x: Array) -> Array:
+    def normalise(x: Array, weight: Array, bias: Array | None) -> Array:
         x_wide = wide(x)
         if centered:
             x_wide = x_wide - x_wide.mean(-1, keepdims=True)
-        return x_wide * jax.lax.rsqrt(jnp.square(x_wide).mean(-1, keepdims=True) + eps)
+        normed = x_wide * jax.lax.rsqrt(jnp.square(x_wide).mean(-1, keepdims=True) + eps)
+        gain = weight if weight_offset == 0.0 else wide(weight) + weight_offset
+        if cast == "before_weight":
+            out = normed.astype(x.dtype)
+            out = out * _spread(gain.astype(x.dtype), out)
+            return out if bias is None else out + _spread(bias, out)
+        out = normed * wide(gain)
+        return (out if bias is None else out + wide(bias)).astype(x.dtype)
 
-    normed = normalise(x)
-    gain = weight if weight_offset == 0.0 else wide(weight) + weight_offset
-    if cast == "before_weight":
-        out = normed.astype(x.dtype)
-        out = out * _spread(gain.astype(x.dtype), out)
-        return (out if bias is None else out + _spread(bias, out)).reshape(shape)
-    out = normed * wide(gain)
-    return (out if bias is None else out + wide(bias)).astype(x.dtype).reshape(shape)
+    return normalise(x.reshape(*shape[: len(shape) - norm_dims], -1), weight, bias).reshape(shape)
 
 
 def linear(

@@ -39,8 +39,8 @@ OTHER_WORDS = {
 class Limits(watch.Limits):
     """Short enough for tests, long enough for a busy machine."""
 
-    def __init__(self) -> None:
-        super().__init__(beat_s=0.3, dead_s=20.0, stall_s=8.0)
+    def __init__(self, stall_s: float = 8.0) -> None:
+        super().__init__(beat_s=0.3, dead_s=20.0, stall_s=stall_s)
 
 
 def fail(how: str, error: type[DuomeshError]) -> None:

@@ -81,6 +81,7 @@ def train(
     """`duomesh train` on two ranks or more; every process has ended, and that within a minute."""
     start = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if torchrun else []
     command = [sys.executable, *start, str(SCRIPT), *map(str, fault), "train", str(folder / "run.toml"), *words]
+    command += ["train.stall_s=8"]
     begin = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert time.monotonic() - begin < 60

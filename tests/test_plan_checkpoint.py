@@ -414,7 +414,7 @@ def train(rank: int, world: int, folder: Path, settings: dict[str, str], signall
     class Session(TorchSession):
         def train_step(self, *given: Any, **named: Any) -> Any:
             if rank == world - 1 and self.optimizer_step_count() + 1 == signalled:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             return super().train_step(*given, **named)
 
     def make(made: ModelSpec, run: RunConfig) -> TorchSession:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import shutil
 import signal
 from collections.abc import Sequence
@@ -421,7 +420,7 @@ def test_an_interrupt_saves_and_the_rest_is_bit_equal(train: Trainer, number: in
     class Interrupted(FakeSession):
         def train_step(self, batches: Sequence[Batch], lr: float, *, dropout: DropoutKey | None = None) -> StepResult:
             if self.calls == 3:
-                os.kill(os.getpid(), number)  # in the middle of step 4, which is finished first
+                signal.raise_signal(number)  # in the middle of step 4, which is finished first
             return super().train_step(batches, lr, dropout=dropout)
 
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -437,8 +436,9 @@ def test_an_interrupt_saves_and_the_rest_is_bit_equal(train: Trainer, number: in
 def test_a_second_interrupt_acts_at_once(train: Trainer) -> None:
     class Impatient(FakeSession):
         def train_step(self, batches: Sequence[Batch], lr: float, *, dropout: DropoutKey | None = None) -> StepResult:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
+            # not os.kill: another thread may take what is sent to the process, and two signals may become one
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             return super().train_step(batches, lr, dropout=dropout)
 
     with pytest.raises(KeyboardInterrupt):
@@ -557,7 +557,7 @@ def test_a_backend_that_is_named_nowhere_is_that_of_the_checkpoint(
 def test_the_command_exits_with_130_after_an_interrupt(command: Any, train: Trainer) -> None:
     class Interrupted(FakeSession):
         def train_step(self, batches: Sequence[Batch], lr: float, *, dropout: DropoutKey | None = None) -> StepResult:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             return super().train_step(batches, lr, dropout=dropout)
 
     assert command(kind=Interrupted) == 130

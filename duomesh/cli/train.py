@@ -126,7 +126,15 @@ def _find_model(config: TrainConfig) -> Model:
 
 def _make_session(spec: ModelSpec, run: RunConfig) -> Session:
     plan = run.full_plan
-    return new_session(spec, backend=run.backend, dtype=run.dtype, device=run.device, compile=run.compile, plan=plan)
+    return new_session(
+        spec,
+        backend=run.backend,
+        dtype=run.dtype,
+        device=run.device,
+        compile=run.compile,
+        plan=plan,
+        remat=run.remat,
+    )
 
 
 def _check_tokenizer(resolved: Resolved) -> None:
@@ -217,11 +225,11 @@ def _train(args: Args) -> Outcome | None:
     if run.backend == "jax":
         simulate_devices(world_size)
         return run_training(resolved, _find_model, _make_session, Console())
-    from duomesh.backends.torch.launch import is_launched, launch
+    from duomesh.backends.torch.launch import Limits, is_launched, launch
 
-    function = "duomesh.cli.train:train_on_rank"
+    function, limits = "duomesh.cli.train:train_on_rank", Limits(stall_s=run.stall_s)
     if is_launched():
-        return cast(Outcome | None, launch(world_size, function, resolved, device=run.device))
+        return cast(Outcome | None, launch(world_size, function, resolved, device=run.device, limits=limits))
     if world_size == 1:
         return run_training(resolved, _find_model, _make_session, Console())
     began = time.time()
@@ -229,7 +237,7 @@ def _train(args: Args) -> Outcome | None:
         warnings.simplefilter("ignore", DuomeshWarning)  # rank 0 says it again
         beginning = begin(resolved, _find_model)  # no rank need start for what cannot run
     try:
-        return cast(Outcome | None, launch(world_size, function, resolved, device=run.device))
+        return cast(Outcome | None, launch(world_size, function, resolved, device=run.device, limits=limits))
     except DuomeshError as error:
         report_failure(beginning, error, began)
         raise

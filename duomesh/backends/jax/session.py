@@ -361,6 +361,7 @@ class JaxSession:
                 if any(array.is_deleted() for array in jax.tree.leaves(state)):
                     self._state = None
                 raise
+            del state, args  # and what arrays that are gone have cached on the host
             loss, norm, is_skipped = jax.device_get(result)
         return StepResult(float(loss), float(norm), targets, bool(is_skipped))
 

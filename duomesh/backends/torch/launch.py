@@ -38,7 +38,7 @@ from duomesh.core import errors
 from duomesh.core.activity import UNTOLD, doing, read_activity, share_activity
 from duomesh.core.errors import BackendError, DuomeshError
 
-__all__ = ["RankContext", "Target", "is_launched", "join", "launch", "withdraw"]
+__all__ = ["Limits", "RankContext", "Target", "is_launched", "join", "launch", "withdraw"]
 
 _HOST = "127.0.0.1"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -114,6 +114,7 @@ class RunConfig:
     checkpoint_every: int = 0  # steps between checkpoints; 0 for one at the end
     keep: int = 2  # newest checkpoints that are kept; 0 for all
     check_invariants_every: int = 0  # steps between comparisons of what ranks must hold alike; 0 for none
+    stall_s: float = 40.0  # seconds in one section of a step after which a torch rank counts as hanging
     max_skipped: int = 5  # steps skipped in a row before the run stops
     log_every: int = 10  # steps between printed lines where there is no terminal
     output: str = "run"  # folder of checkpoints, metrics and report
@@ -122,6 +123,7 @@ class RunConfig:
     plan: str = ""  # layout on several ranks or devices, such as "tp=2,dp=2,zero=1"
     device: str | None = None  # such as "cpu" or "cuda"; the best there is if not given
     compile: bool = False
+    remat: bool = False  # JAX: compute each layer again in backward, instead of keeping what it made
 
     @property
     def full_plan(self) -> Plan:
@@ -227,7 +229,7 @@ def _optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
 
 
 def _run(run: RunConfig) -> Iterator[str]:
-    positive = ("steps", "stop_step", "global_batch_size", "micro_batch_size", "max_skipped", "log_every")
+    positive = ("steps", "stop_step", "global_batch_size", "micro_batch_size", "stall_s", "max_skipped", "log_every")
     counts = ("eval_every", "checkpoint_every", "keep", "check_invariants_every")
     yield from _ranges("train", run, dict.fromkeys(positive, "positive") | dict.fromkeys(counts, "not negative"))
     if run.eval_batches < -1:

@@ -25,7 +25,15 @@ from duomesh.core.training.schedule import learning_rate
 __all__ = ["Start", "check_data", "checkpoints_in", "find_start", "merge"]
 
 # Belong to the place and the moment, not to the run: never taken from a checkpoint.
-_LOCAL = {"train.output", "train.resume", "train.stop_step", "train.plan", "train.device", "train.log_every"}
+_LOCAL = {
+    "train.output",
+    "train.resume",
+    "train.stop_step",
+    "train.plan",
+    "train.device",
+    "train.stall_s",
+    "train.log_every",
+}
 
 # May differ between the parts of one run without changing its course.
 _FREE = _LOCAL | {
@@ -41,6 +49,7 @@ _FREE = _LOCAL | {
     "train.max_skipped",
     "train.backend",
     "train.compile",
+    "train.remat",
 }
 
 
